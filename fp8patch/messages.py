@@ -1,0 +1,49 @@
+"""The one place where the library writes a line: to stderr, with the prefix "fp8patch: ".
+
+Standard output belongs to the command line, and to the user's own script when we run inside it.
+"""
+
+import sys
+import threading
+
+__all__ = ["note", "once", "warn"]
+
+_seen: set[str] = set()
+_lock = threading.Lock()
+
+
+def note(text: str) -> None:
+    """Say something that the user should know, in one line."""
+    _write(text)
+
+
+def warn(text: str) -> None:
+    """Say something that the user should act on, in one line marked as a warning."""
+    _write(f"warning: {text}")
+
+
+def once(key: str, text: str) -> None:
+    """Say `text` the first time that `key` comes up in this process, and never again.
+
+    `key` names the occasion, not the text: the text may hold values that differ each time.
+    """
+    with _lock:
+        if key in _seen:
+            return
+        _seen.add(key)
+    _write(text)
+
+
+def _write(text: str) -> None:
+    line = " ".join(text.split())
+    stream = sys.stderr
+    # A process without a terminal (pythonw, a daemon) has no stderr, and a closed pipe must not
+    # end a training run over a remark.
+    if stream is None:
+        return
+    try:
+        # One write, newline included, so that lines of several ranks do not interleave.
+        stream.write(f"fp8patch: {line}\n")
+        stream.flush()
+    except (OSError, ValueError):
+        pass
