@@ -1,0 +1,246 @@
+"""Text encoders and encoder-decoders."""
+
+import torch
+from zoo_base import (
+    BATCH,
+    TOKENS,
+    VOCAB,
+    Inputs,
+    classify_text,
+    entry,
+    ids,
+    image,
+    lm,
+    lm_padded,
+    seq2seq,
+)
+
+BERT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+BART = {
+    "vocab_size": VOCAB,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "forced_eos_token_id": None,
+}
+T5 = {
+    "vocab_size": VOCAB,
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 0,
+}
+
+
+def document() -> Inputs:
+    corner = torch.arange(TOKENS).repeat(BATCH, 1)
+    box = torch.stack([corner, corner, corner + 5, corner + 9], dim=-1)
+    return {
+        "input_ids": ids(),
+        "bbox": box,
+        **image(),
+        "labels": ids(seed=2) % 2,
+    }
+
+
+def replaced_tokens() -> Inputs:
+    return {"input_ids": ids(), "labels": ids(seed=2) % 2}
+
+
+ENTRIES = (
+    entry("bert", "BertForMaskedLM", "BertConfig", lm_padded, **BERT),
+    entry("bert_cls", "BertForSequenceClassification", "BertConfig", classify_text, **BERT),
+    entry("roberta", "RobertaForMaskedLM", "RobertaConfig", lm_padded, **BERT),
+    entry("xlm_roberta", "XLMRobertaForMaskedLM", "XLMRobertaConfig", lm, **BERT),
+    entry("camembert", "CamembertForMaskedLM", "CamembertConfig", lm, **BERT),
+    entry(
+        "distilbert",
+        "DistilBertForMaskedLM",
+        "DistilBertConfig",
+        lm,
+        vocab_size=VOCAB,
+        dim=64,
+        n_layers=2,
+        n_heads=4,
+        hidden_dim=128,
+        max_position_embeddings=64,
+    ),
+    # One layer used twice: shared modules are the family's trait.
+    entry("albert", "AlbertForMaskedLM", "AlbertConfig", lm, embedding_size=32, **BERT),
+    entry("electra", "ElectraForMaskedLM", "ElectraConfig", lm, embedding_size=32, **BERT),
+    entry(
+        "electra_disc",
+        "ElectraForPreTraining",
+        "ElectraConfig",
+        replaced_tokens,
+        embedding_size=32,
+        **BERT,
+    ),
+    entry(
+        "deberta",
+        "DebertaForMaskedLM",
+        "DebertaConfig",
+        lm,
+        relative_attention=True,
+        pos_att_type=["c2p", "p2c"],
+        position_biased_input=False,
+        **BERT,
+    ),
+    entry(
+        "deberta-v2",
+        "DebertaV2ForMaskedLM",
+        "DebertaV2Config",
+        lm,
+        relative_attention=True,
+        position_buckets=16,
+        norm_rel_ebd="layer_norm",
+        share_att_key=True,
+        pos_att_type=["p2c", "c2p"],
+        position_biased_input=False,
+        **BERT,
+    ),
+    entry("mpnet", "MPNetForMaskedLM", "MPNetConfig", lm, **BERT),
+    entry(
+        "modernbert",
+        "ModernBertForMaskedLM",
+        "ModernBertConfig",
+        lm_padded,
+        cls_token_id=1,
+        sep_token_id=2,
+        local_attention=8,
+        layer_types=["full_attention", "sliding_attention"],
+        **BERT,
+    ),
+    entry(
+        "esm",
+        "EsmForMaskedLM",
+        "EsmConfig",
+        lm,
+        mask_token_id=4,
+        position_embedding_type="rotary",
+        token_dropout=True,
+        **BERT,
+    ),
+    entry(
+        "longformer", "LongformerForMaskedLM", "LongformerConfig", lm, attention_window=8, **BERT
+    ),
+    entry(
+        "big_bird",
+        "BigBirdForMaskedLM",
+        "BigBirdConfig",
+        lm,
+        attention_type="original_full",
+        **BERT,
+    ),
+    entry(
+        "xlnet",
+        "XLNetLMHeadModel",
+        "XLNetConfig",
+        lm,
+        vocab_size=VOCAB,
+        d_model=64,
+        n_layer=2,
+        n_head=4,
+        d_inner=128,
+        d_head=16,
+    ),
+    entry(
+        "funnel",
+        "FunnelForMaskedLM",
+        "FunnelConfig",
+        lm,
+        vocab_size=VOCAB,
+        block_sizes=[1, 1],
+        d_model=64,
+        n_head=4,
+        d_head=16,
+        d_inner=128,
+    ),
+    # Its head reads `.weight` of two Linears instead of calling them.
+    entry(
+        "mobilebert",
+        "MobileBertForMaskedLM",
+        "MobileBertConfig",
+        lm,
+        embedding_size=32,
+        intra_bottleneck_size=32,
+        num_feedforward_networks=2,
+        **BERT,
+    ),
+    entry("nomic_bert", "NomicBertForMaskedLM", "NomicBertConfig", lm, head_dim=16, **BERT),
+    entry(
+        "squeezebert", "SqueezeBertForMaskedLM", "SqueezeBertConfig", lm, embedding_size=64, **BERT
+    ),
+    entry("roformer", "RoFormerForMaskedLM", "RoFormerConfig", lm, embedding_size=64, **BERT),
+    entry("convbert", "ConvBertForMaskedLM", "ConvBertConfig", lm, embedding_size=64, **BERT),
+    entry("fnet", "FNetForMaskedLM", "FNetConfig", lm, **BERT),
+    entry(
+        "rembert",
+        "RemBertForMaskedLM",
+        "RemBertConfig",
+        lm,
+        **{**BERT, "input_embedding_size": 32, "output_embedding_size": 48},
+    ),
+    # Two relative-position Linears used as lookup tables, with 4 outputs.
+    entry(
+        "layoutlmv3",
+        "LayoutLMv3ForTokenClassification",
+        "LayoutLMv3Config",
+        document,
+        max_2d_position_embeddings=64,
+        coordinate_size=16,
+        shape_size=0,
+        input_size=32,
+        patch_size=16,
+        **BERT,
+    ),
+    entry("bart", "BartForConditionalGeneration", "BartConfig", seq2seq, **BART),
+    entry("mbart", "MBartForConditionalGeneration", "MBartConfig", seq2seq, **BART),
+    entry("pegasus", "PegasusForConditionalGeneration", "PegasusConfig", seq2seq, **BART),
+    entry("marian", "MarianMTModel", "MarianConfig", seq2seq, decoder_vocab_size=VOCAB, **BART),
+    entry("m2m_100", "M2M100ForConditionalGeneration", "M2M100Config", seq2seq, **BART),
+    entry("blenderbot", "BlenderbotForConditionalGeneration", "BlenderbotConfig", seq2seq, **BART),
+    entry("t5", "T5ForConditionalGeneration", "T5Config", seq2seq, **T5),
+    entry(
+        "mt5",
+        "MT5ForConditionalGeneration",
+        "MT5Config",
+        seq2seq,
+        feed_forward_proj="gated-gelu",
+        **T5,
+    ),
+    entry(
+        "switch_transformers",
+        "SwitchTransformersForConditionalGeneration",
+        "SwitchTransformersConfig",
+        seq2seq,
+        num_experts=2,
+        num_decoder_layers=2,
+        num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+        **T5,
+    ),
+)
