@@ -1,8 +1,8 @@
 """What this machine can run in FP8, and why not more.
 
 `detect` asks PyTorch, `classify` applies the rules to what it answered, and `resolve_backend` turns
-the user's wish into what will run. torch is imported inside `detect` only; a test that wants another
-machine replaces `_probe`, or builds a `Hardware` with `classify`.
+the user's wish into what will run. torch is imported inside `_probe` only; a test that wants
+another machine replaces that, or builds a `Hardware` with `classify`.
 """
 
 import difflib

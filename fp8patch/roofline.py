@@ -1,0 +1,256 @@
+"""Predicts what FP8 gains on one Linear: pure arithmetic, no torch, no measurement of this machine.
+
+A training step of one Linear, M tokens, K in_features, N out_features:
+
+    fprop  output       [M, N] = input [M, K]        @ weight [N, K]^T
+    dgrad  grad_input   [M, K] = grad_output [M, N]  @ weight [N, K]
+    wgrad  grad_weight  [N, K] = grad_output^T       @ input [M, K]
+
+A GEMM takes `max(2MNK / rate, bytes / copy speed) + 8 us`. FP8 about doubles the rate, and in
+return each operand has to be cast: `input` and `grad_output` once each, read in BF16 and written in
+FP8 twice (as it is for one GEMM, transposed for the other), the weight once a step. Small layers
+lose by that. The weight is FP32, as a stock script keeps it, so BF16 pays for a cast too.
+
+Calibration, from one H200 (torch 2.11): with 79 % of the data sheet's BF16 rate, 70 % of its FP8
+rate and 8 us a GEMM, 12288x1024x1024 takes 41 us in BF16 and 27 us in FP8, as measured, and large
+GEMMs reach the 780 and 1390 TFLOP/s that were seen. A copy reaches 89 % of the data sheet's
+bandwidth (4.28 TB/s), a cast 58 % of that, the cast of all weights 43 %. The fractions are taken to
+hold on the other GPUs, which nobody measured for this table.
+
+How far from torchao's roofline (H100, fprop and backward, no fusion, eleven shapes from
+4096x768x768 to 16384x8192x28672): `delayed` is within 0.15 of its tensorwise figure on all but the
+smallest shape (0.78 here, 0.45 there); `current`, `rowwise` and `rowwise_bf16_wgrad` are up to 0.25
+below their counterparts on the larger ones and as much as 0.22 above on the smallest. There an FP8
+GEMM runs at twice the BF16 rate, here at the 1.8 times that were measured; there weights are BF16
+and casts run at the speed of a copy, but every cast counts more launches.
+
+Not in the prediction: casts that siblings share (q, k and v) or that an earlier layer takes over,
+which make FP8 better than it says, and the CPU's time to launch kernels, which makes it worse.
+"""
+
+import difflib
+from dataclasses import dataclass, replace
+
+from fp8patch import hardware as hw
+from fp8patch.errors import PlanError
+from fp8patch.recipe import Precision, Recipe
+
+__all__ = ["GPUS", "Gpu", "predict_gain", "resolve_gpu"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """Data sheet figures of one GPU, dense (without structured sparsity).
+
+    Attributes:
+        name: As `--gpu` takes it.
+        title: As a person writes it.
+        bf16_tflops, fp8_tflops: Peak tensor core rates with FP32 accumulation, TFLOP/s.
+        memory_tbps: Memory bandwidth, TB/s.
+        markers: Lower-case pieces of the device name that PyTorch reports; one has to occur.
+        assumed: True when no GPU was there to ask, and this one was taken instead.
+    """
+
+    name: str
+    title: str
+    bf16_tflops: float
+    fp8_tflops: float
+    memory_tbps: float
+    markers: tuple[str, ...]
+    assumed: bool = False
+
+    @property
+    def label(self) -> str:
+        """The title, with a remark when the GPU was assumed and not found."""
+        return f"{self.title} (assumed: no CUDA GPU here)" if self.assumed else self.title
+
+
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        # NVIDIA H100 data sheet, SXM5: 1,979 and 3,958 TFLOP/s with sparsity; HBM3.
+        Gpu(
+            name="h100",
+            title="NVIDIA H100 SXM",
+            bf16_tflops=989.4,
+            fp8_tflops=1978.9,
+            memory_tbps=3.35,
+            markers=("h100",),
+        ),
+        # NVIDIA H200 data sheet, SXM: the H100's cores with HBM3e.
+        Gpu(
+            name="h200",
+            title="NVIDIA H200 SXM",
+            bf16_tflops=989.4,
+            fp8_tflops=1978.9,
+            memory_tbps=4.8,
+            markers=("h200", "gh200"),
+        ),
+        # NVIDIA L4 data sheet: 242 and 485 TFLOP/s with sparsity; GDDR6.
+        Gpu(
+            name="l4",
+            title="NVIDIA L4",
+            bf16_tflops=121.0,
+            fp8_tflops=242.5,
+            memory_tbps=0.3,
+            markers=("nvidia l4",),
+        ),
+        # NVIDIA Ada GPU architecture white paper, appendix A: rates with FP32 accumulation, which
+        # GeForce cards run at half of those with FP16 accumulation; GDDR6X.
+        Gpu(
+            name="rtx4090",
+            title="NVIDIA GeForce RTX 4090",
+            bf16_tflops=165.2,
+            fp8_tflops=330.3,
+            memory_tbps=1.008,
+            markers=("rtx 4090",),
+        ),
+        # NVIDIA HGX B200 data sheet, an eighth of the board: 36 and 72 PFLOP/s with sparsity; HBM3e.
+        Gpu(
+            name="b200",
+            title="NVIDIA B200",
+            bf16_tflops=2250.0,
+            fp8_tflops=4500.0,
+            memory_tbps=7.7,
+            markers=("b200",),
+        ),
+    )
+}
+DEFAULT_GPU = "h100"
+
+# Achieved fractions and fixed costs, see the module's docstring.
+_BF16_FRACTION = 0.79
+_FP8_FRACTION = 0.70
+_COPY_FRACTION = 0.89
+_CAST_OF_COPY = 0.58
+_WEIGHT_CAST_OF_COPY = 0.43
+_GEMM_SECONDS = 8e-6
+# What one more kernel costs on the GPU when the queue is full.
+_LAUNCH_SECONDS = 2e-6
+
+_BF16_BYTES = 2
+_FP32_BYTES = 4
+
+
+def resolve_gpu(name: str = "auto", hardware: hw.Hardware | None = None) -> Gpu | None:
+    """The GPU to predict for.
+
+    Args:
+        name: One of `GPUS`, or `auto`: the CUDA GPU of this machine; without one an H100, whose
+            `assumed` is then True, so that the caller can say so (`label` does).
+        hardware: What `auto` looks at, instead of asking PyTorch.
+
+    Returns:
+        None when this machine's GPU has no figures in the table: nothing can be predicted for it.
+
+    Raises:
+        PlanError: No GPU of this name in the table.
+    """
+    key = name.strip().lower()
+    if key == "auto":
+        found = hw.detect() if hardware is None else hardware
+        if found.capability is None:
+            return replace(GPUS[DEFAULT_GPU], assumed=True)
+        return next((gpu for gpu in GPUS.values() if _is(gpu, found.name)), None)
+    if key in GPUS:
+        return GPUS[key]
+    allowed = ["auto", *GPUS]
+    close = difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise PlanError(f"no figures for a GPU named {name!r}.{hint} Allowed: {', '.join(allowed)}.")
+
+
+def predict_gain(m: int, n: int, k: int, gpu: Gpu, recipe: Recipe | None = None) -> float:
+    """BF16 time over FP8 time of one Linear's forward and backward; above 1, FP8 is faster.
+
+    Args:
+        m: Tokens in a step, the product of all dimensions but the last one.
+        n: out_features.
+        k: in_features.
+        gpu: From `resolve_gpu` or `GPUS`.
+        recipe: Its scaling and its fprop, dgrad and wgrad precisions count; default `delayed`.
+
+    Raises:
+        PlanError: A size that is not at least 1.
+    """
+    for label, value in (("tokens", m), ("out_features", n), ("in_features", k)):
+        if value < 1:
+            raise PlanError(f"{label}: {value} has no predicted time. Use a number of at least 1.")
+    recipe = Recipe() if recipe is None else recipe
+    bf16 = _step_seconds(m, n, k, gpu, ("bf16", "bf16", "bf16"), recipe.scaling)
+    precisions = (recipe.fprop, recipe.dgrad, recipe.wgrad)
+    return bf16 / _step_seconds(m, n, k, gpu, precisions, recipe.scaling)
+
+
+def _is(gpu: Gpu, device_name: str) -> bool:
+    # "NVIDIA L40S" is no L4: a marker ends where a word ends. PCIe, NVL and laptop parts have
+    # slower clocks or memory; their ratio, which is all that counts here, is nearly the same.
+    words = f"{device_name.lower().replace('-', ' ')} "
+    return any(f"{marker} " in words for marker in gpu.markers)
+
+
+def _step_seconds(
+    m: int,
+    n: int,
+    k: int,
+    gpu: Gpu,
+    precisions: tuple[Precision, Precision, Precision],
+    scaling: str,
+) -> float:
+    fprop, dgrad, wgrad = (precision == "fp8" for precision in precisions)
+    total = sum(_gemm_seconds(m, n, k, gpu, fp8) for fp8 in (fprop, dgrad, wgrad))
+    # (elements, used as it is by an FP8 GEMM, used transposed by an FP8 GEMM)
+    total += _cast_seconds(m * k, fprop, wgrad, gpu, scaling)
+    total += _cast_seconds(m * n, dgrad, wgrad, gpu, scaling)
+    return total + _weight_seconds(n * k, fprop, dgrad, gpu, scaling)
+
+
+def _gemm_seconds(m: int, n: int, k: int, gpu: Gpu, fp8: bool) -> float:
+    """One GEMM over M, N and K; its traffic is that of fprop, much the same in the others."""
+    rate = gpu.fp8_tflops * _FP8_FRACTION if fp8 else gpu.bf16_tflops * _BF16_FRACTION
+    operand_bytes = 1 if fp8 else _BF16_BYTES
+    traffic = operand_bytes * (m * k + n * k) + _BF16_BYTES * m * n
+    compute = 2 * m * n * k / (rate * 1e12)
+    return max(compute, traffic / _copy_bytes_per_second(gpu)) + _GEMM_SECONDS
+
+
+def _cast_seconds(elements: int, straight: bool, transposed: bool, gpu: Gpu, scaling: str) -> float:
+    """Quantising an activation or a gradient from BF16, for the GEMMs that want it."""
+    outputs = int(straight) + int(transposed)
+    if outputs == 0:
+        return 0.0
+    casts, amax_passes = _passes(straight, transposed, scaling)
+    copy = _copy_bytes_per_second(gpu)
+    seconds = elements * (casts * _BF16_BYTES + outputs) / (copy * _CAST_OF_COPY)
+    seconds += elements * amax_passes * _BF16_BYTES / copy
+    return seconds + (casts + amax_passes) * _LAUNCH_SECONDS
+
+
+def _weight_seconds(elements: int, fprop: bool, dgrad: bool, gpu: Gpu, scaling: str) -> float:
+    """What becomes of the FP32 weight, once a step: FP8, BF16, or both when GEMMs differ.
+
+    All weights of a model share a launch, so none is counted.
+    """
+    copy = _copy_bytes_per_second(gpu)
+    seconds = 0.0
+    if fprop or dgrad:
+        casts, amax_passes = _passes(fprop, dgrad, scaling)
+        traffic = elements * (casts * _FP32_BYTES + int(fprop) + int(dgrad))
+        seconds = traffic / (copy * _WEIGHT_CAST_OF_COPY)
+        seconds += elements * amax_passes * _FP32_BYTES / copy
+    if not (fprop and dgrad):
+        seconds += elements * (_FP32_BYTES + _BF16_BYTES) / copy
+    return seconds
+
+
+def _passes(straight: bool, transposed: bool, scaling: str) -> tuple[int, int]:
+    """Passes that read one operand and write FP8, and passes that only read it for its amax."""
+    if scaling == "rowwise":
+        # A row fits into one block: one pass reads and casts. The transposed operand has scales of
+        # its own, along the other dimension, and needs the amax of all columns first.
+        return int(straight) + int(transposed), int(transposed)
+    return 1, int(scaling == "current")
+
+
+def _copy_bytes_per_second(gpu: Gpu) -> float:
+    return gpu.memory_tbps * 1e12 * _COPY_FRACTION
