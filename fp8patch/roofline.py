@@ -105,7 +105,7 @@ GPUS: dict[str, Gpu] = {
             memory_tbps=1.008,
             markers=("rtx 4090",),
         ),
-        # NVIDIA HGX B200 data sheet, an eighth of the board: 36 and 72 PFLOP/s with sparsity; HBM3e.
+        # NVIDIA HGX B200 data sheet, an eighth of its 36 and 72 PFLOP/s with sparsity; HBM3e.
         Gpu(
             name="b200",
             title="NVIDIA B200",

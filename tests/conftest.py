@@ -1,0 +1,37 @@
+"""What every test gets: one thread, no network, and the rule for tests that need a GPU."""
+
+import os
+from functools import cache
+
+import hypothesis
+import pytest
+import torch
+
+from fp8patch import hardware
+
+# Two workers share two cores; child processes inherit the variable.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Read when huggingface_hub is imported, which no test has done yet: nothing is ever downloaded.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# The same examples on every run: a red build has to be the change's fault.
+hypothesis.settings.register_profile("fp8patch", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("fp8patch")
+
+
+@cache
+def _real_hardware() -> hardware.Hardware:
+    return hardware.detect()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is None:
+        return
+    found = _real_hardware()
+    if found.fp8:
+        return
+    if os.environ.get("FP8PATCH_REQUIRE_GPU") == "1":
+        pytest.fail(f"FP8PATCH_REQUIRE_GPU=1, but {found.reason}", pytrace=False)
+    pytest.skip(found.reason)
