@@ -114,7 +114,7 @@ class Recipe:
         looks_like_file = isinstance(source, Path) or path.suffix != "" or "/" in str(source)
         if not looks_like_file and not path.is_file():
             raise RecipeError(
-                f"no recipe is named {source!r}.{_nearest(source, builtin_names())} Built in: "
+                f"no recipe is named {source!r}.{_nearest(str(source), builtin_names())} Built in: "
                 f"{', '.join(builtin_names())}; or give the path of a YAML file."
             )
         return _load_file(path)
