@@ -1,0 +1,193 @@
+"""Apply a plan to a model, in place, and undo it.
+
+Conversion changes the class of module objects and adds plain attributes. No Parameter is created,
+copied, renamed, re-wrapped or re-ordered, so optimizers, ties, hooks and wrappers built before stay
+right.
+"""
+
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from fp8patch.amp import unwatch_root, watch_root
+from fp8patch.errors import ConversionError
+from fp8patch.modules import linear, norm  # noqa: F401  (registers the classes)
+from fp8patch.modules.base import Float8Module, attach, detach, float8_class
+from fp8patch.plan import Decision, Plan, plan_model
+from fp8patch.recipe import Recipe
+from fp8patch.scaling import Bank
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+def convert_model(
+    model: _Model,
+    plan: Plan | Recipe | str | Path | None = None,
+    *,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    include: Sequence[str] = (),
+    allow_empty: bool = False,
+    extra_state: bool = False,
+) -> _Model:
+    """Convert `model` in place and return it. Its weights must be loaded by now.
+
+    Args:
+        model: Any `nn.Module`.
+        plan: A plan (from `plan_model`, applied as it is), or the recipe to plan with.
+        only, skip, include: Glob patterns over module paths, for planning here.
+        allow_empty: A plan that converts nothing is fine.
+        extra_state: Put FP8 state into `state_dict()` too, one tensor a module under the key
+            `<module>._extra_state`, for `torch.save(model.state_dict())`. Off, the keys are the
+            stock model's; `fp8patch.save` and `save_pretrained` write a sidecar instead.
+
+    Raises:
+        ConversionError: The model can't be converted as it is, or there is nothing to convert.
+        PlanError: A pattern matches nothing.
+        RecipeError: The recipe can't be loaded.
+    """
+    refuse_unsupported(model)
+    if isinstance(plan, Plan):
+        if only or skip or include:
+            raise ConversionError(
+                "only, skip and include choose what goes into a plan, and a finished Plan was "
+                "given. Pass them to plan_model instead."
+            )
+    else:
+        recipe = Recipe.load(plan)
+        plan = plan_model(model, recipe, only=only, skip=skip, include=include)
+    decisions = plan.converted()
+    gemms = [d for d in decisions if d.kind != "norm"]
+    if not gemms and not allow_empty:
+        raise ConversionError(_nothing_to_convert(plan))
+    norms = [d.path for d in decisions if d.kind == "norm"]
+    bank = Bank(plan.recipe, [d.path for d in gemms], norms)
+    for decision in decisions:
+        _convert(_submodule(model, decision), decision.path, bank, extra_state)
+    model.__dict__["_fp8_plan"] = plan
+    parts: list[nn.Module] = [model, *_large_children(model)]
+    for part in parts:
+        if not isinstance(part, Float8Module):
+            part.__dict__["_fp8_bank"] = bank
+            watch_root(part)
+    return model
+
+
+def revert_model(model: _Model) -> _Model:
+    """Undo `convert_model`: every module is its stock class again, with the weights as they are."""
+    for module in model.modules():
+        unwatch_root(module)
+        base = getattr(type(module), "_fp8_base", None)
+        if base is not None:
+            module.__class__ = base
+            _rebind_forward(module)
+        detach(module)
+    return model
+
+
+def is_converted(model: nn.Module) -> bool:
+    """Does `model` hold a converted module?"""
+    return any(hasattr(type(module), "_fp8_base") for module in model.modules())
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    """Raise for what must not be converted, before anything is touched.
+
+    Raises:
+        ConversionError: With the reason, and what to do instead.
+    """
+    if isinstance(model, nn.DataParallel):
+        raise ConversionError(
+            "the model is wrapped in nn.DataParallel, whose replicas share one set of scales "
+            "across threads. Use DistributedDataParallel, one process a GPU."
+        )
+    if is_converted(model):
+        raise ConversionError(
+            "the model is already converted. Call fp8patch.revert_model(model) first to convert it "
+            "with another recipe."
+        )
+    if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None):
+        method = getattr(model, "quantization_method", "quantised weights")
+        raise ConversionError(
+            f"the model's weights are already quantised ({method}). FP8 training needs the "
+            "high-precision weights: load the model without a quantization_config."
+        )
+    for path, module in model.named_modules():
+        origin = type(module).__module__
+        if origin.startswith("transformer_engine"):
+            raise ConversionError(
+                f"{path or 'the model'} is a Transformer Engine module ({type(module).__name__}), "
+                "which runs in FP8 by its own rules. Convert the model before, or instead."
+            )
+        if origin.startswith("torchao.float8"):
+            raise ConversionError(
+                f"{path} was converted by torchao ({type(module).__name__}). Use one of the two."
+            )
+        if type(module).__name__ == "FullyShardedDataParallel" and not getattr(
+            module, "_use_orig_params", True
+        ):
+            raise ConversionError(
+                f"{path or 'the model'} is FSDP1 without original parameters: its weights are "
+                "pieces of one flat tensor. Pass use_orig_params=True, or use fully_shard (FSDP2)."
+            )
+        if origin.startswith("deepspeed"):
+            raise ConversionError(
+                "the model is wrapped by DeepSpeed, which owns its weights. Use DDP or fully_shard."
+            )
+
+
+def _nothing_to_convert(plan: Plan) -> str:
+    reasons: dict[str, int] = {}
+    for decision in plan.decisions:
+        if decision.action == "skip":
+            reasons[decision.code] = reasons.get(decision.code, 0) + 1
+    if not reasons:
+        return (
+            "nothing to convert: the model holds no nn.Linear and no Conv1D. "
+            "Pass allow_empty=True if that is expected."
+        )
+    listed = ", ".join(f"{count} {code}" for code, count in sorted(reasons.items()))
+    return (
+        f"nothing to convert: all {sum(reasons.values())} candidates are skipped ({listed}). "
+        "`fp8patch plan` shows each reason; include=[PATTERN] overrides most of them; "
+        "allow_empty=True goes on without FP8."
+    )
+
+
+def _submodule(model: nn.Module, decision: Decision) -> nn.Module:
+    try:
+        module = model.get_submodule(decision.path)
+    except AttributeError as error:
+        raise ConversionError(
+            f"the plan names {decision.path}, which this model does not have. It was made for "
+            "another model: plan again."
+        ) from error
+    name = type(module).__name__
+    if name != decision.class_name:
+        raise ConversionError(
+            f"{decision.path} is a {name}, and the plan was made for a {decision.class_name}: "
+            "plan again."
+        )
+    return module
+
+
+def _convert(module: Any, path: str, bank: Bank, extra_state: bool) -> None:
+    if type(module).__name__ == "Conv1D":
+        from fp8patch.modules import conv1d  # noqa: F401  (imports transformers)
+    module.__class__ = float8_class(type(module))
+    attach(module, bank, path, extra_state)
+    _rebind_forward(module)
+
+
+def _rebind_forward(module: Any) -> None:
+    # accelerate's hooks keep the old bound forward and call that: it has to be the new class's.
+    if "_old_forward" in module.__dict__:
+        module._old_forward = types.MethodType(type(module).forward, module)
+
+
+def _large_children(model: nn.Module) -> list[nn.Module]:
+    children = [child for child in model.children() if not isinstance(child, Float8Module)]
+    return [child for child in children if is_converted(child) and type(child) is not nn.ModuleList]

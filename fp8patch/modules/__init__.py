@@ -1,0 +1,1 @@
+"""Modules that take the place of stock ones, class by class."""

@@ -1,0 +1,243 @@
+"""The three GEMMs of a linear layer, each in FP8 or in the model's own precision.
+
+    fprop  output      [M, N] = input  [M, K] @ weight^T       E4M3 x E4M3, fast accumulation
+    dgrad  grad_input  [M, K] = grad_output [M, N] @ weight    E5M2 x E4M3, precise
+    wgrad  grad_weight [N, K] = grad_output^T @ input [M, K]   E5M2 x E4M3, precise
+
+What is kept for backward is FP8: the transpose of the quantised input, and the quantised weight. A
+GEMM that the recipe keeps in `bf16` keeps its operands in the output's dtype instead.
+
+Everything is 2-D inside: a custom Function that returned a view would forbid the caller to edit its
+output in place (DeBERTa adds a bias to it).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fp8patch.ops.gemm import fp8_gemm
+from fp8patch.ops.quantize import quantize, quantize_rowwise
+from fp8patch.slots import Slot
+
+
+class GemmSpec(NamedTuple):
+    """How one call computes: constants only, so that a compiler can guard on them.
+
+    Attributes:
+        fprop, dgrad, wgrad: FP8 (True) or high precision.
+        rowwise: One scale a row instead of one a tensor.
+        live: Scale by the tensor's own amax.
+        observe: Write the slots.
+        save: Gradients are enabled: keep what backward needs.
+        emulate: FP32 arithmetic on FP8 values.
+        grad_e5m2: Gradients in E5M2.
+        input_limit, grad_limit: What a live amax is scaled to.
+        out_dtype: Dtype of the output, and of high-precision operands.
+        in_out: The weight is stored [K, N] (Conv1D) instead of [N, K].
+    """
+
+    fprop: bool
+    dgrad: bool
+    wgrad: bool
+    rowwise: bool
+    live: bool
+    observe: bool
+    save: bool
+    emulate: bool
+    grad_e5m2: bool
+    input_limit: float
+    grad_limit: float
+    out_dtype: torch.dtype
+    in_out: bool
+
+
+class Quantized(NamedTuple):
+    """One quantised operand: rows, their transpose, the scale_inv of each (scalar or column)."""
+
+    rows: Tensor
+    rows_t: Tensor
+    scale_inv: Tensor
+    scale_inv_t: Tensor
+
+
+def cast(
+    x: Tensor,
+    slot: Slot,
+    limit: float,
+    *,
+    e5m2: bool,
+    rowwise: bool,
+    live: bool,
+    observe: bool,
+    transpose: bool,
+) -> Quantized:
+    """Quantise x [M, K] for a GEMM; `transpose=False` leaves `rows_t` empty."""
+    if rowwise:
+        return Quantized(
+            *quantize_rowwise(x, slot.amax, slot.counts, limit, e5m2, observe, transpose)
+        )
+    rows, rows_t, scale_inv = quantize(
+        x, slot.scale, slot.amax, slot.counts, limit, e5m2, live, observe, transpose
+    )
+    return Quantized(rows, rows_t, scale_inv, scale_inv)
+
+
+def cast_input(x: Tensor, slot: Slot, spec: "GemmSpec", transpose: bool) -> Quantized:
+    """Quantise the input of a layer."""
+    return cast(
+        x,
+        slot,
+        spec.input_limit,
+        e5m2=False,
+        rowwise=spec.rowwise,
+        live=spec.live,
+        observe=spec.observe,
+        transpose=transpose,
+    )
+
+
+def _cast_grad(x: Tensor, slot: Slot, spec: "GemmSpec", transpose: bool) -> Quantized:
+    return cast(
+        x,
+        slot,
+        spec.grad_limit,
+        e5m2=spec.grad_e5m2,
+        rowwise=spec.rowwise,
+        live=spec.live,
+        observe=spec.observe,
+        transpose=transpose,
+    )
+
+
+def _mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    with torch.autocast(a.device.type, enabled=False):
+        return a.to(dtype) @ b.to(dtype)
+
+
+class Float8Gemms(torch.autograd.Function):
+    """(input [M, K], weight, bias [N], quantised weight, slots, spec) -> output [M, N]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        weight_q: Quantized,
+        input_slot: Slot,
+        grad_slot: Slot,
+        spec: GemmSpec,
+    ) -> Tensor:
+        ctx.spec, ctx.grad_slot = spec, grad_slot
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.dtypes = input.dtype, weight.dtype
+        need_weight = spec.save and ctx.needs_input_grad[1]
+        need_input = spec.save and ctx.needs_input_grad[0]
+        wgrad_fp8 = need_weight and spec.wgrad
+        features = weight.shape[1] if spec.in_out else weight.shape[0]
+        ctx.features = features, input.shape[1]
+
+        input_q = None
+        if spec.fprop or wgrad_fp8:
+            input_q = cast_input(input, input_slot, spec, wgrad_fp8)
+        if spec.fprop:
+            assert input_q is not None
+            # [M, K] @ [N, K]^T; both padded to multiples of 16 where the recipe pads.
+            output = _fprop(input_q, weight_q, bias, spec, features)
+        else:
+            matrix = weight if spec.in_out else weight.t()
+            output = _mm(input, matrix, spec.out_dtype)
+            if bias is not None:
+                output = output + bias.to(spec.out_dtype)
+
+        saved_input = input if need_weight and not spec.wgrad else None
+        saved_input = None if saved_input is None else saved_input.to(spec.out_dtype)
+        kept = input_q if wgrad_fp8 else None
+        ctx.save_for_backward(
+            saved_input,
+            weight if need_input and not spec.dgrad else None,
+            None if kept is None else kept.rows_t,
+            None if kept is None else kept.scale_inv_t,
+            weight_q.rows_t if need_input and spec.dgrad else None,
+            weight_q.scale_inv_t if need_input and spec.dgrad else None,
+        )
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        spec: GemmSpec = ctx.spec
+        input, weight, input_t, input_inv_t, weight_t, weight_inv_t = ctx.saved_tensors
+        need_input, need_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        n, k = ctx.features
+        input_dtype, weight_dtype = ctx.dtypes
+
+        wgrad_fp8 = need_weight and spec.wgrad
+        grad_q = None
+        if wgrad_fp8 or (need_input and spec.dgrad):
+            grad_q = _cast_grad(grad_output, ctx.grad_slot, spec, wgrad_fp8)
+
+        grad_input = grad_weight = grad_bias = None
+        if need_input and spec.dgrad:
+            assert grad_q is not None
+            # [M, N] @ [K, N]^T
+            grad_input = fp8_gemm(
+                grad_q.rows,
+                weight_t,
+                grad_q.scale_inv,
+                weight_inv_t,
+                spec.out_dtype,
+                fast_accum=False,
+                emulate=spec.emulate,
+            )[:, :k].to(input_dtype)
+        elif need_input:
+            matrix = weight.t() if spec.in_out else weight
+            grad_input = _mm(grad_output, matrix, spec.out_dtype).to(input_dtype)
+        if wgrad_fp8:
+            assert grad_q is not None
+            grad_weight = _wgrad(grad_q, input_t, input_inv_t, spec, weight_dtype, n, k)
+        elif need_weight:
+            a, b = (input.t(), grad_output) if spec.in_out else (grad_output.t(), input)
+            grad_weight = _mm(a, b, spec.out_dtype).to(weight_dtype)
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+            grad_bias = grad_output.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return grad_input, grad_weight, grad_bias, None, None, None, None
+
+
+def _fprop(
+    input_q: Quantized, weight_q: Quantized, bias: Tensor | None, spec: GemmSpec, n: int
+) -> Tensor:
+    padded = weight_q.rows.shape[0] - n
+    if bias is not None and padded:
+        bias = torch.nn.functional.pad(bias, (0, padded))
+    output = fp8_gemm(
+        input_q.rows,
+        weight_q.rows,
+        input_q.scale_inv,
+        weight_q.scale_inv,
+        spec.out_dtype,
+        fast_accum=True,
+        emulate=spec.emulate,
+        bias=bias,
+    )
+    return output[:, :n].contiguous() if padded else output
+
+
+def _wgrad(
+    grad_q: Quantized,
+    input_t: Tensor,
+    input_inv_t: Tensor,
+    spec: GemmSpec,
+    dtype: torch.dtype,
+    n: int,
+    k: int,
+) -> Tensor:
+    # [N, M] @ [K, M]^T, or [K, M] @ [N, M]^T for a weight stored [K, N]. An FP32 weight gets its
+    # gradient straight from the FP32 accumulator, not through BF16 as under stock autocast.
+    a, a_inv, b, b_inv = grad_q.rows_t, grad_q.scale_inv_t, input_t, input_inv_t
+    if spec.in_out:
+        a, a_inv, b, b_inv, n, k = b, b_inv, a, a_inv, k, n
+    product = fp8_gemm(a, b, a_inv, b_inv, dtype, fast_accum=False, emulate=spec.emulate)
+    return product[:n, :k]

@@ -1,0 +1,52 @@
+"""`Float8LayerNorm`: a LayerNorm that writes what the GEMMs after it read.
+
+Under autocast, stock LayerNorm returns FP32, and every cast that follows pays for the width. Where
+only GEMMs read the output (pre-LN blocks; the first training step sees it), nothing is lost by
+writing
+the autocast dtype: they would round to it, or to FP8, anyway. Where the output is also the residual
+stream (post-LN: BERT) it stays FP32, unless the recipe says `norm_output: bf16`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8patch import amp
+from fp8patch.modules.base import register
+from fp8patch.recipe import Recipe
+from fp8patch.scaling import Bank
+
+
+@register
+class Float8LayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm` with FP32 statistics and, where that loses nothing, a narrow output."""
+
+    _fp8_base = nn.LayerNorm
+    _fp8_bank: Bank
+    _fp8_path: str
+
+    def __init__(self, *args: Any, recipe: Recipe | str | None = None, **kwargs: Any) -> None:
+        """As the stock class, plus `recipe`. Conversion does not come through here."""
+        super().__init__(*args, **kwargs)
+        self._fp8_bank, self._fp8_path = Bank(Recipe.load(recipe), (), [""]), ""
+
+    def forward(self, input: Tensor) -> Tensor:
+        region = amp.active()
+        base: Any = self._fp8_base
+        if region is None:
+            return base.forward(self, input)  # type: ignore[no-any-return]
+        bank = self._fp8_bank
+        if not torch.compiler.is_compiling():
+            amp.enter_module(bank, region)
+        output: Tensor = base.forward(self, input)
+        device = input.device.type
+        if self._narrow(bank) and torch.is_autocast_enabled(device):
+            output = output.to(torch.get_autocast_dtype(device))
+        if bank.observation is not None and not torch.compiler.is_compiling():
+            bank.observation.saw_norm(self._fp8_path, output)
+        return output
+
+    def _narrow(self, bank: Bank) -> bool:
+        wanted = bank.recipe.norm_output
+        return wanted == "bf16" or (wanted == "auto" and self._fp8_path in bank.low_precision_norms)

@@ -1,0 +1,190 @@
+"""`quantize` and `quantize_rowwise`: high precision to FP8, and what was seen on the way.
+
+Both are opaque operators declared *without* mutation, although they write two tensors: `amax` takes
+the maximum of |x|, `counts` adds the elements that clipped, flushed, were not finite, and all.
+Nothing that is traced ever reads those two, so the lie is harmless, and it pays three times:
+
+- the partitioner merges identical casts (q, k and v of one input);
+- no version counter moves, so views of one bank don't trip over each other in backward;
+- recomputation and shared layers only repeat a maximum, and the counts are used as ratios.
+
+Declared as a mutation nothing is merged; returned as an output, amax costs a copy a tensor.
+
+`scale_inv` is an output for the same reason of safety: recomputed in backward from `scale`, it
+    could come from a scale that has moved since.
+
+Shapes: x is [M, K]. K is padded with zeros to a multiple of 16, and so is M in the transpose, where
+it is what the wgrad GEMM contracts over: any M works, and zeros change neither amax nor product.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from fp8patch import numerics
+
+# The GEMMs want the contracted size in multiples of 16 bytes.
+ALIGNMENT = 16
+
+# Addresses of scales that were never set: their first tensor is scaled by its own amax instead.
+# Host state, because asking the device would cost a sync a call; only this operator may look at
+# it.
+_cold: set[int] = set()
+_cold_used: set[int] = set()
+
+
+def mark_cold(scales: Iterable[Tensor]) -> None:
+    """These scales were never set: use the live amax until `mark_warm`."""
+    _cold.update(scale.data_ptr() for scale in scales)
+
+
+def mark_warm(scales: Iterable[Tensor]) -> None:
+    """These scales hold a value (or their memory is about to be freed)."""
+    addresses = {scale.data_ptr() for scale in scales}
+    _cold.difference_update(addresses)
+    _cold_used.difference_update(addresses)
+
+
+def cold_was_used(scales: Iterable[Tensor]) -> bool:
+    """Did a cast go through one of these while it was cold? Costs no sync."""
+    return bool(_cold_used) and any(scale.data_ptr() in _cold_used for scale in scales)
+
+
+def padded(size: int) -> int:
+    """`size` rounded up to a multiple of 16."""
+    return (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+def _dtype(e5m2: bool) -> torch.dtype:
+    return numerics.E5M2 if e5m2 else numerics.E4M3
+
+
+def _pad(x: Tensor, rows: int, cols: int) -> Tensor:
+    """Zero-pad a contiguous FP8 [M, K]; through uint8, which every backend can copy."""
+    if tuple(x.shape) == (rows, cols):
+        return x
+    out = torch.zeros(rows, cols, dtype=torch.uint8, device=x.device)
+    out[: x.shape[0], : x.shape[1]] = x.view(torch.uint8)
+    return out.view(x.dtype)
+
+
+def _transposed(x: Tensor) -> Tensor:
+    """[M, K] FP8 -> [padded K, padded M] FP8, contiguous."""
+    return _pad(
+        x.view(torch.uint8).t().contiguous().view(x.dtype), padded(x.shape[1]), padded(x.shape[0])
+    )
+
+
+def _record(amax: Tensor, counts: Tensor, live: Tensor, seen: Tensor) -> None:
+    with torch.autograd._unsafe_preserve_version_counter((amax, counts)):
+        amax.copy_(torch.maximum(amax, live))
+        counts.add_(seen)
+
+
+@torch.library.custom_op("fp8patch::quantize", mutates_args=())
+def quantize(
+    x: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    counts: Tensor,
+    limit: float,
+    e5m2: bool,
+    live: bool,
+    observe: bool,
+    transpose: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast with one scale a tensor.
+
+    Args:
+        x: [M, K] in FP32, BF16 or FP16; may be non-contiguous.
+        scale: FP32 scalar, used unless `live` or never set.
+        amax: FP32 scalar, `counts`: int64 [4]: the slot, written if `observe`.
+        limit: what the live amax is scaled to: the largest FP8 value times 2^-margin.
+        e5m2: E5M2 instead of E4M3.
+        live: scale by the amax of x itself (two passes).
+        observe: write the slot.
+        transpose: return the transpose too (empty otherwise).
+
+    Returns:
+        x_fp8 [M, padded K], its transpose [padded K, padded M], scale_inv (FP32 scalar).
+    """
+    dtype = _dtype(e5m2)
+    seen = numerics.amax(x)
+    if scale.data_ptr() in _cold:
+        _cold_used.add(scale.data_ptr())
+        live = True
+    used = numerics.scale_from_amax(seen, limit) if live else scale.clone()
+    x_fp8 = numerics.quantize(x, used, dtype).contiguous()
+    if observe:
+        _record(amax, counts, seen, numerics.counts(x, used, x_fp8))
+    x_fp8_t = _transposed(x_fp8) if transpose else x_fp8.new_empty(0, 0)
+    return _pad(x_fp8, x.shape[0], padded(x.shape[1])), x_fp8_t, used.reciprocal()
+
+
+@quantize.register_fake
+def _(
+    x: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    counts: Tensor,
+    limit: float,
+    e5m2: bool,
+    live: bool,
+    observe: bool,
+    transpose: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, cols = x.shape
+    x_fp8 = x.new_empty((rows, padded(cols)), dtype=_dtype(e5m2))
+    shape = (padded(cols), padded(rows)) if transpose else (0, 0)
+    return x_fp8, x.new_empty(shape, dtype=_dtype(e5m2)), torch.empty_like(scale)
+
+
+@torch.library.custom_op("fp8patch::quantize_rowwise", mutates_args=())
+def quantize_rowwise(
+    x: Tensor,
+    amax: Tensor,
+    counts: Tensor,
+    limit: float,
+    e5m2: bool,
+    observe: bool,
+    transpose: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cast with one scale a row, from the row's own amax; arguments as in `quantize`.
+
+    Returns:
+        x_fp8 [M, padded K], x_fp8_t [padded K, padded M], scale_inv [M, 1], scale_inv_t [padded
+        K, 1]. The transpose is quantised by *its* rows (the columns of x), so it holds other
+        values.
+    """
+    dtype = _dtype(e5m2)
+    x_fp8, scale = numerics.quantize_rowwise(x, dtype, limit)
+    x_fp8 = x_fp8.contiguous()
+    if observe:
+        _record(amax, counts, numerics.amax(x), numerics.counts(x, scale, x_fp8))
+    if transpose:
+        columns, scale_t = numerics.quantize_rowwise(x.t(), dtype, limit)
+        x_fp8_t = _pad(columns.contiguous(), padded(x.shape[1]), padded(x.shape[0]))
+        missing = x_fp8_t.shape[0] - scale_t.shape[0]
+        inv_t = torch.nn.functional.pad(scale_t.reciprocal(), (0, 0, 0, missing), value=1.0)
+    else:
+        x_fp8_t, inv_t = x_fp8.new_empty(0, 0), scale.new_empty(0, 1)
+    return _pad(x_fp8, x.shape[0], padded(x.shape[1])), x_fp8_t, scale.reciprocal(), inv_t
+
+
+@quantize_rowwise.register_fake
+def _(
+    x: Tensor,
+    amax: Tensor,
+    counts: Tensor,
+    limit: float,
+    e5m2: bool,
+    observe: bool,
+    transpose: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, cols = x.shape
+    x_fp8 = x.new_empty((rows, padded(cols)), dtype=_dtype(e5m2))
+    shape = (padded(cols), padded(rows)) if transpose else (0, 0)
+    x_fp8_t = x.new_empty(shape, dtype=_dtype(e5m2))
+    scale_inv = x.new_empty((rows, 1), dtype=torch.float32)
+    return x_fp8, x_fp8_t, scale_inv, x.new_empty((shape[0], 1), dtype=torch.float32)

@@ -1,0 +1,249 @@
+"""The bank: all slots of one converted model, and when they move.
+
+Everything moves once per optimizer step, at the first training forward after it: pending amax roll
+into the history, scales are set, stale weights are quantised again. Micro-batches, several forwards
+before a backward, recomputation and an evaluation in between therefore see the same scales.
+
+What counts as a step: a `torch.optim` optimizer that owns one of the model's parameters has stepped
+(a global post-hook says so). Where none ever did, any finished backward counts.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fp8patch import messages
+from fp8patch.observation import Observation
+from fp8patch.recipe import Recipe
+from fp8patch.slots import GRAD_OUTPUT, INPUT, ROLES, WEIGHT, Slots, SlotState, preserved_version
+
+_NEVER_SET = SlotState(
+    torch.zeros(0), torch.zeros(()), torch.zeros(()), torch.zeros(4, dtype=torch.int64)
+)
+
+_banks: "weakref.WeakSet[Bank]" = weakref.WeakSet()
+_hooked = False
+
+
+def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not _banks:
+        return
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for bank in list(_banks):
+        bank.optimizer_stepped(owned)
+
+
+class Bank:
+    """Scales and amax of the modules at `paths`, and of nothing else.
+
+    The bank holds its modules weakly: a deep copy or a pickle of a module takes the bank's numbers
+    along, not the model. Copies start with a bank of their own.
+    """
+
+    def __init__(self, recipe: Recipe, paths: Iterable[str], norms: Iterable[str] = ()) -> None:
+        self.recipe = recipe
+        self.paths = tuple(paths)
+        self.norms = tuple(norms)
+        # {path: path of the sibling whose input slot it uses}
+        self.siblings: dict[str, str] = {}
+        # Norms that may write the autocast dtype, because only GEMMs read them.
+        self.low_precision_norms: set[str] = set()
+        self.observed = False
+        self.stepped = False
+        self.optimizer_seen = False
+        self.backward_finished = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._rows = {path: 3 * i for i, path in enumerate(self.paths)}
+        self._members: dict[str, weakref.ref[nn.Module]] = {}
+        self._slots: dict[torch.device, Slots] = {}
+        self._home: dict[str, torch.device] = {}
+        self._saved: dict[tuple[str, int], SlotState] = {}
+        self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.observation: Observation | None = None
+        # Which outermost entry (see amp.py) the bank has seen; weights are checked once an entry.
+        self.entry = -1
+        global _hooked
+        if not _hooked:
+            register_optimizer_step_post_hook(_after_optimizer_step)
+            _hooked = True
+        _banks.add(self)
+
+    # -- copies ---------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        keep = ("recipe", "paths", "norms", "siblings", "low_precision_norms", "observed")
+        flags = ("stepped", "optimizer_seen", "backward_finished")
+        state = {name: getattr(self, name) for name in (*keep, *flags)}
+        return {**state, "slots": dict(self.state())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        saved = state.pop("slots")
+        self.__dict__.update(state)
+        self._reset()
+        self._saved = dict(saved)
+
+    # -- modules and their slots ----------------------------------------------------------------
+
+    def attach_root(self, root: nn.Module) -> None:
+        """`root` is (a part of) the model: its parameters tell which optimizer is ours."""
+        if root not in self._parts:
+            self._parts.add(root)
+
+    def bind(self, module: Any) -> None:
+        """Give `module` the views of its slots, on the device of its weight."""
+        path, device = module._fp8_path, module.weight.device
+        base = self._rows[path]
+        if self._home.get(path, device) != device:
+            states = [self._slots[self._home[path]].read(base + role) for role in range(3)]
+            self._saved.update({(path, role): state for role, state in enumerate(states)})
+        slots = self._slots.get(device)
+        if slots is None:
+            slots = self._slots[device] = Slots(3 * len(self.paths), self.recipe, device)
+        self._home[path] = device
+        self._members[path] = weakref.ref(module)
+        wanted = [(path, role) for role in range(3)]
+        leader = self.siblings.get(path, path)
+        if leader not in self._home:
+            # Its input slot is used from now on, so what was saved of it has to be there.
+            wanted.append((leader, INPUT))
+        for key in wanted:
+            state = self._saved.pop(key, None)
+            if state is not None:
+                slots.write(self._rows[key[0]] + key[1], state)
+        module._fp8_device = device
+        self._hand_out(module, slots)
+
+    def _hand_out(self, module: Any, slots: Slots) -> None:
+        path = module._fp8_path
+        leader = self.siblings.get(path, path)
+        if self._home.get(leader, slots.device) != slots.device:
+            leader = path
+        module._fp8_input_slot = slots[self._rows[leader] + INPUT]
+        module._fp8_weight_slot = slots[self._rows[path] + WEIGHT]
+        module._fp8_grad_slot = slots[self._rows[path] + GRAD_OUTPUT]
+
+    def members(self) -> Iterator[Any]:
+        """The modules that were bound and still exist."""
+        for path, reference in list(self._members.items()):
+            module = reference()
+            if module is None:
+                del self._members[path]
+            else:
+                yield module
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def read(self, path: str, role: int) -> SlotState:
+        """The state of one slot, as a copy on the CPU."""
+        if (path, role) in self._saved:
+            return self._saved[(path, role)]
+        home = self._home.get(path)
+        if home is None and role == INPUT:
+            # An unbound leader's slot lives where its siblings are.
+            shared = (self._home.get(p) for p, leader in self.siblings.items() if leader == path)
+            home = next((device for device in shared if device is not None), None)
+        if home is None:
+            return _NEVER_SET
+        return self._slots[home].read(self._rows[path] + role)
+
+    def write(self, path: str, role: int, state: SlotState) -> None:
+        """Replace the state of one slot."""
+        if path in self._home:
+            self._slots[self._home[path]].write(self._rows[path] + role, state)
+        else:
+            self._saved[(path, role)] = state
+
+    def state(self) -> Iterator[tuple[tuple[str, int], SlotState]]:
+        """((path, role), SlotState) of every slot that ever saw something."""
+        for path in self.paths:
+            for role in range(len(ROLES)):
+                state = self.read(path, role)
+                shared = role == INPUT and path in self.siblings
+                if not shared and (len(state.history) or bool(state.counts.any())):
+                    yield (path, role), state
+
+    def restore(self, state: dict[tuple[str, int], SlotState]) -> None:
+        """Replace the state of every slot; what `state` lacks becomes as new."""
+        for path in self.paths:
+            for role in range(len(ROLES)):
+                self.write(path, role, state.get((path, role), _NEVER_SET))
+        for module in self.members():
+            module._fp8_weight_stale = True
+            self._hand_out(module, self._slots[module._fp8_device])
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def optimizer_stepped(self, owned: set[int]) -> None:
+        """An optimizer that holds the parameters with the ids `owned` has stepped."""
+        ours = False
+        for module in self.members():
+            if id(module.weight) in owned:
+                module._fp8_weight_owned = module._fp8_weight_stale = ours = True
+        if not ours:
+            ours = any(id(p) in owned for part in list(self._parts) for p in part.parameters())
+        if ours:
+            self.stepped = self.optimizer_seen = True
+
+    @property
+    def due(self) -> bool:
+        """Has a step passed since the last update?"""
+        return self.stepped or (self.backward_finished and not self.optimizer_seen)
+
+    def enter(self, entry: int, training: bool, group: Any = None) -> None:
+        """An outermost forward begins (`entry` numbers them): move if a step has passed."""
+        if self.entry == entry:
+            return
+        self.entry = entry
+        if not training:
+            return
+        if self.due:
+            self.update(group)
+        if not self.observed and self.observation is None:
+            self.observation = Observation()
+
+    def update(self, group: Any = None) -> None:
+        """Roll, rescale, and act on what the first step showed."""
+        if self.observation is not None:
+            self._finish_observation(self.observation)
+        if group is not None:
+            for slots in self._slots.values():
+                _reduce_max(slots.pending, group)
+        for slots in self._slots.values():
+            slots.update()
+        self.stepped = self.backward_finished = False
+
+    def _finish_observation(self, observation: Observation) -> None:
+        self.observation, self.observed = None, True
+        self.siblings = {
+            path: leader
+            for path, leader in observation.siblings().items()
+            if self._home[path] == self._home[leader]
+        }
+        for path, leader in self.siblings.items():
+            rows = self._rows[path] + INPUT, self._rows[leader] + INPUT
+            self._slots[self._home[path]].merge_pending(*rows)
+        for module in self.members():
+            self._hand_out(module, self._slots[module._fp8_device])
+        self.low_precision_norms = observation.norms_feeding_gemms_only()
+        idle = [path for path in self.paths if path not in observation.calls]
+        if idle:
+            shown = ", ".join(idle[:5]) + (", …" if len(idle) > 5 else "")
+            messages.warn(
+                f"{len(idle)} of {len(self.paths)} converted modules never ran in the first "
+                f"training step, so they are not in FP8: {shown}. The model reads their weights "
+                "directly, or did not need them for this batch."
+            )
+
+
+def _reduce_max(pending: Tensor, group: Any) -> None:
+    # MAX over nan is undefined in NCCL; inf says the same to the update ("keep the scale").
+    reduced = torch.where(torch.isnan(pending), torch.inf, pending)
+    torch.distributed.all_reduce(reduced, torch.distributed.ReduceOp.MAX, group=group)
+    with preserved_version(pending):
+        pending.copy_(reduced)

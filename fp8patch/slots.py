@@ -1,0 +1,156 @@
+"""Slots: the scale, the observed amax and the history of every FP8 tensor, in a few flat tensors.
+
+One row a slot, three slots a module (input, weight, grad_output). A row is handed out as views, and
+always as the *same* Tensor objects: two modules that share a slot share the objects, which is what
+lets the compiler see one graph input and merge their casts.
+
+Scales and amax lie 16 bytes apart: cuBLASLt answers NOT_SUPPORTED for a scale whose address is
+    not a multiple of 16 (seen on an H200).
+"""
+
+import weakref
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8patch import numerics
+from fp8patch.ops import quantize as quantize_op
+from fp8patch.recipe import Recipe
+
+ROLES = ("input", "weight", "grad_output")
+INPUT, WEIGHT, GRAD_OUTPUT = range(3)
+
+# FP32 values from one row to the next: 16 bytes.
+_STRIDE = 4
+
+
+class Slot(NamedTuple):
+    """Views of one row: FP32 scalar, FP32 scalar, int64 [4] (`numerics.counts`)."""
+
+    scale: Tensor
+    amax: Tensor
+    counts: Tensor
+
+
+class SlotState(NamedTuple):
+    """One slot as it is saved: all on the CPU.
+
+    history is FP32 [n <= L], oldest first; scale (0: never set) and amax (pending) are FP32
+    scalars; counts is int64 [4].
+    """
+
+    history: Tensor
+    scale: Tensor
+    amax: Tensor
+    counts: Tensor
+
+
+def grad_is_e5m2(recipe: Recipe) -> bool:
+    """HYBRID gives gradients the range of E5M2; `e4m3` and rowwise scaling keep them in E4M3."""
+    return recipe.fp8_format == "hybrid"
+
+
+def limit(recipe: Recipe, role: int) -> float:
+    """What amax is scaled to in this role: the largest FP8 value times 2^-margin."""
+    e5m2 = role == GRAD_OUTPUT and grad_is_e5m2(recipe)
+    largest = numerics.FP8_MAX[numerics.E5M2 if e5m2 else numerics.E4M3]
+    return float(largest * 2.0**-recipe.margin)
+
+
+def preserved_version(*tensors: Tensor) -> AbstractContextManager[None]:
+    """Writes to `tensors` inside the block do not count as changes to what autograd has saved."""
+    context: AbstractContextManager[None]
+    context = torch.autograd._unsafe_preserve_version_counter(tensors)  # type: ignore[attr-defined]
+    return context
+
+
+class Slots:
+    """All rows of one bank on one device."""
+
+    def __init__(self, rows: int, recipe: Recipe, device: torch.device) -> None:
+        length = recipe.amax_history_len if recipe.scaling == "delayed" else 1
+        # Slots may be made while a model runs under inference_mode; tensors born there could never
+        # be written again outside it.
+        with torch.inference_mode(False), torch.no_grad():
+            self._scale = torch.zeros(rows, _STRIDE, device=device)
+            self._amax = torch.zeros(rows, _STRIDE, device=device)
+            self._counts = torch.zeros(rows, 4, dtype=torch.int64, device=device)
+            self._history = torch.zeros(rows, length, device=device)
+            self._cursor = torch.zeros(rows, dtype=torch.int64, device=device)
+            limits = [limit(recipe, role) for role in range(3)]
+            self._limit = torch.tensor(limits, device=device).repeat(rows // 3)
+            self._views = [
+                Slot(self._scale[row, 0], self._amax[row, 0], self._counts[row])
+                for row in range(rows)
+            ]
+        self._algo = recipe.amax_compute_algo
+        self.device = device
+        scales = [view.scale for view in self._views]
+        quantize_op.mark_cold(scales)
+        # The next owner of this memory must not inherit the mark.
+        weakref.finalize(self, quantize_op.mark_warm, scales)
+
+    def __getitem__(self, row: int) -> Slot:
+        return self._views[row]
+
+    def _written(self) -> AbstractContextManager[None]:
+        return preserved_version(self._scale, self._amax, self._counts, self._history, self._cursor)
+
+    @property
+    def pending(self) -> Tensor:
+        """FP32 [S]: the amax observed since the last update, one a slot."""
+        return self._amax[:, 0]
+
+    def update(self) -> None:
+        """Roll every pending amax and set the scales of the next step."""
+        with torch.no_grad(), self._written():
+            numerics.delayed_update(
+                self._history,
+                self._cursor,
+                self.pending,
+                self._scale[:, 0],
+                self._limit,
+                self._algo,
+            )
+        self._refresh_cold()
+
+    def _refresh_cold(self) -> None:
+        # A read of the device, but only after a step in which a cold slot was used: the first one,
+        # and those in which a layer runs that never ran before.
+        scales = [view.scale for view in self._views]
+        if quantize_op.cold_was_used(scales):
+            is_set = (self._scale[:, 0] > 0).tolist()
+            quantize_op.mark_warm(scale for scale, warm in zip(scales, is_set, strict=True) if warm)
+
+    def merge_pending(self, source: int, target: int) -> None:
+        """Let row `target` know what `source` observed (siblings become one slot)."""
+        with torch.no_grad(), self._written():
+            self._amax[target].copy_(torch.maximum(self._amax[target], self._amax[source]))
+
+    def read(self, row: int) -> SlotState:
+        """A copy of one row, on the CPU."""
+        count = int(self._cursor[row])
+        length = self._history.shape[1]
+        ring = self._history[row].cpu()
+        history = ring[:count] if count <= length else torch.roll(ring, -(count % length))
+        return SlotState(
+            history.clone(),
+            self._scale[row, 0].cpu().clone(),
+            self._amax[row, 0].cpu().clone(),
+            self._counts[row].cpu().clone(),
+        )
+
+    def write(self, row: int, state: SlotState) -> None:
+        """Set one row. A history longer than the recipe's keeps its newest part."""
+        history = state.history[-self._history.shape[1] :]
+        with torch.no_grad(), self._written():
+            self._history[row].zero_()
+            self._history[row, : len(history)] = history.to(self.device)
+            self._cursor[row] = len(history)
+            self._scale[row, 0] = state.scale.to(self.device)
+            self._amax[row, 0] = state.amax.to(self.device)
+            self._counts[row] = state.counts.to(self.device)
+        scale = self._views[row].scale
+        (quantize_op.mark_warm if float(state.scale) > 0 else quantize_op.mark_cold)([scale])
