@@ -1,0 +1,101 @@
+"""The `fp8patch` command: parse, call one function, print.
+
+A command is a row of `COMMANDS` and a module of the same name in this folder, with a function of
+the same name that has `typer.Option` and `typer.Argument` annotations as usual:
+
+    # fp8patch/cli/convert.py
+    def convert(model: Annotated[Path, typer.Argument(help="…")], ...) -> None: ...
+
+The module is imported when its command runs. `fp8patch --help` reads only the table, so that it
+answers at once; a command's module imports torch inside its function for the same reason.
+
+Exit codes: 0 done, 1 something that the user can put right (one line on stderr), 2 wrong usage,
+130 interrupted.
+"""
+
+import importlib
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from fp8patch import __version__
+from fp8patch.errors import Fp8PatchError
+
+__all__ = ["COMMANDS", "app", "main"]
+
+COMMANDS: dict[str, str] = {
+    "demo": "The whole story on a tiny model, on any machine, in under a minute.",
+    "plan": "What of a model would run in FP8, and why not more; reads no weights.",
+    "convert": "Write a patched checkpoint: the same weights, plus FP8 scales beside them.",
+    "revert": "Write the plain checkpoint again.",
+}
+
+
+class _Commands(TyperGroup):
+    """The table above as a command group."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        function = getattr(importlib.import_module(f"{__name__}.{cmd_name}"), cmd_name)
+        single = typer.Typer(add_completion=False, rich_markup_mode=None)
+        single.command(cmd_name)(function)
+        return typer.main.get_command(single)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def invoke(self, ctx: Any) -> Any:
+        # Not `except Exception`: a fault of ours keeps its traceback, and typer.Exit its way out.
+        try:
+            return super().invoke(ctx)
+        except Fp8PatchError as error:
+            typer.echo(f"fp8patch: error: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            typer.echo("fp8patch: interrupted", err=True)
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    cls=_Commands,
+    add_completion=False,
+    no_args_is_help=True,
+    # Plain help: rich alone takes longer to import than everything else that --help needs.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fp8patch {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """FP8 training for the Hugging Face model you already have."""
+
+
+def main() -> None:
+    """Run the command line of this process and exit."""
+    try:
+        app(prog_name="fp8patch")
+    except BrokenPipeError:
+        # The reader (`| head`) has what it wanted. Python would flush stdout again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None

@@ -1,0 +1,204 @@
+"""`fp8patch plan`: what of a model would run in FP8, on the meta device."""
+
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fp8patch.plan_types import Decision, Group, Plan
+
+__all__ = ["plan", "show"]
+
+# What a plan asks for when neither the flag nor the recipe says: nothing that gets slower.
+_MIN_GAIN = 1.0
+# Room for the columns beside the path, with a shape such as 128256 x 8192.
+_OTHER_COLUMNS = 53
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="Model directory, config.json, or hub name.")],
+    recipe: Annotated[
+        str, typer.Option("--recipe", "-r", help="Built-in recipe, or a YAML file.")
+    ] = "delayed",
+    only: Annotated[
+        list[str] | None, typer.Option(help="Convert only what matches. Repeatable.")
+    ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(help="Never convert what matches. Repeatable.")
+    ] = None,
+    include: Annotated[
+        list[str] | None,
+        typer.Option(help="Convert heads, routers and slow layers that match. Repeatable."),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens in a step (M), for the predicted gain.")
+    ] = 4096,
+    gpu: Annotated[
+        str, typer.Option(help="h100, h200, l4, rtx4090, b200; auto is this machine's.")
+    ] = "auto",
+    min_gain: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Skip layers predicted below it.  [default: recipe's, else 1]"),
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="One row a module, not a block.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The whole plan as JSON.")] = False,
+) -> None:
+    """What of a model would run in FP8, and why not more; reads no weights.
+
+    Patterns are globs over module paths, such as "*.mlp.*"; "model.layers.0" is all of block 0.
+    """
+    from fp8patch.recipe import Recipe
+    from fp8patch.roofline import resolve_gpu
+
+    # Both can fail, and in no time: before torch and transformers are loaded.
+    loaded = Recipe.load(recipe)
+    figures = resolve_gpu(gpu)
+
+    from transformers.utils import logging
+
+    from fp8patch.checkpoint_skeleton import model_from_config
+    from fp8patch.plan import plan_model
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    if min_gain is None:
+        min_gain = _MIN_GAIN if loaded.min_gain is None else loaded.min_gain
+    made = plan_model(
+        model_from_config(model),
+        loaded,
+        only=only or (),
+        skip=skip or (),
+        include=include or (),
+        tokens=tokens,
+        gpu=None if figures is None else figures.name,
+        min_gain=min_gain,
+        meta=True,
+    )
+    label = "an unknown GPU: no gain predicted" if figures is None else figures.label
+
+    from fp8patch.cli import output
+
+    if as_json:
+        output.print_json(
+            {"source": model, "gpu_label": label, **made.to_dict(), "summary": made.summary()}
+        )
+    else:
+        show(made, output.console(), gpu=label, every=every)
+
+
+def show(plan: "Plan", screen: "Console", *, gpu: str, every: bool = False) -> None:
+    """Print `plan` as a table: a row for each group of repeated modules, or for each module."""
+    from fp8patch.cli.output import count
+
+    screen.print(
+        f"[bold]{plan.model}[/]  {count(plan.params)} parameters, recipe {plan.recipe.name}\n"
+        f"Gain predicted for {gpu}, M={plan.tokens} tokens\n"
+    )
+    screen.print(_table(_rows(plan, every), screen.width))
+    screen.print()
+    for code, reason, times in _reasons(plan):
+        screen.print(f"[yellow]{code}[/] ({times}): {reason}")
+    for line in _foot(plan):
+        screen.print(line)
+
+
+def _rows(plan: "Plan", every: bool) -> list["Group"]:
+    from fp8patch.plan_types import Group
+
+    if not every:
+        return plan.groups()
+    return [Group(d.path, 1, d, d.params, d.param_share, d.flops_share) for d in plan.decisions]
+
+
+def _table(groups: list["Group"], width: int) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    from fp8patch.cli.output import percent
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    # Paths fold when the terminal is too narrow; every other column is short, and stays whole.
+    table.add_column("module", overflow="fold")
+    table.add_column("", justify="right", no_wrap=True)
+    for name in ("N x K", "params", "FLOPs", "gain"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("decision", no_wrap=True)
+    # Whole paths where they fit (and in a pipe, for grep); else each block's name on a line above.
+    nested = max((len(group.path) for group in groups), default=0) + _OTHER_COLUMNS > width
+    block = ""
+    for group in groups:
+        above, name = _split(group.path, width - _OTHER_COLUMNS) if nested else ("", group.path)
+        if above != block and above:
+            table.add_row(f"[dim]{above}[/]")
+        block = above
+        first = group.first
+        table.add_row(
+            f"  {name}" if above else name or "(root)",
+            f"x{group.count}" if group.count > 1 else "",
+            _shape(first),
+            percent(group.param_share),
+            percent(group.flops_share) if group.flops_share else "",
+            "" if first.gain is None else f"{first.gain:.2f}x",
+            _decision(first),
+        )
+    return table
+
+
+def _split(path: str, room: int) -> tuple[str, str]:
+    """A path as the block it is in and the rest: ("model.layers.*", "mlp.up_proj").
+
+    What is in no repeated block is split at its last dot, if it would not fit.
+    """
+    parts = path.split(".")
+    for at in range(len(parts) - 1, 0, -1):
+        if parts[at - 1][0] in "*{" or parts[at - 1].isdigit():
+            return ".".join(parts[:at]), ".".join(parts[at:])
+    above, _, name = path.rpartition(".")
+    return (above, name) if len(path) > room else ("", path)
+
+
+def _shape(decision: "Decision") -> str:
+    if decision.kind in ("norm", "rmsnorm"):
+        return str(decision.out_features)
+    return f"{decision.out_features} x {decision.in_features}"
+
+
+def _decision(decision: "Decision") -> str:
+    if decision.action == "skip":
+        return f"[yellow]{decision.code}[/]"
+    return "[green]FP8[/]" if decision.code == "ok" else f"[green]FP8[/] {decision.code}"
+
+
+def _reasons(plan: "Plan") -> list[tuple[str, str, int]]:
+    """Each sentence on a skip once, with the number of modules that it is said of."""
+    times = Counter((d.code, d.reason) for d in plan.decisions if d.action == "skip")
+    # "slower: 0.78x" behind the code "slower" would say it twice.
+    return [(code, text.removeprefix(f"{code}: "), n) for (code, text), n in times.items()]
+
+
+def _foot(plan: "Plan") -> list[str]:
+    from fp8patch.cli.output import percent
+
+    total = plan.summary()
+    if not total["converted_gemms"]:
+        slow = " --min-gain 0 converts what is predicted to be slower." * (
+            "slower" in total["codes"]
+        )
+        return [f"\n[bold]No GEMM would run in FP8.[/]{slow}"]
+    lines = [
+        f"\n[bold]In FP8: {total['converted_gemms']} of {total['gemms']} GEMM modules, "
+        f"{percent(total['param_share'])} of the parameters, "
+        f"{percent(total['flops_share'])} of the GEMM FLOPs.[/]"
+    ]
+    if total["gemm_gain"] is not None:
+        lines.append(
+            f"[bold]Predicted: {total['gemm_gain']:.2f}x[/] over BF16 on all GEMMs of a step "
+            f"together, those that stay in BF16 included."
+        )
+    lines.append(
+        "FLOPs are static: each module called once a step, 2MNK; the products inside attention "
+        "are not counted."
+    )
+    return lines
