@@ -61,6 +61,7 @@ class Bank:
     def _reset(self) -> None:
         self._rows = {path: 3 * i for i, path in enumerate(self.paths)}
         self._members: dict[str, weakref.ref[nn.Module]] = {}
+        self._norm_members: dict[str, weakref.ref[nn.Module]] = {}
         self._slots: dict[torch.device, Slots] = {}
         self._home: dict[str, torch.device] = {}
         self._saved: dict[tuple[str, int], SlotState] = {}
@@ -128,6 +129,20 @@ class Bank:
         module._fp8_weight_slot = slots[self._rows[path] + WEIGHT]
         module._fp8_grad_slot = slots[self._rows[path] + GRAD_OUTPUT]
 
+    def adopt_norm(self, norm: Any) -> None:
+        """Tell `norm` whether it may write the autocast dtype, now and whenever that changes."""
+        self._norm_members[norm._fp8_path] = weakref.ref(norm)
+        self.mark_norms()
+
+    def mark_norms(self) -> None:
+        """Set the flag that a norm's forward reads (a set of paths could not be compiled once)."""
+        for path, reference in self._norm_members.items():
+            norm: Any = reference()
+            if norm is not None:
+                norm._fp8_narrow = self.recipe.norm_output == "bf16" or (
+                    self.recipe.norm_output == "auto" and path in self.low_precision_norms
+                )
+
     def members(self) -> Iterator[Any]:
         """The modules that were bound and still exist."""
         for path, reference in list(self._members.items()):
@@ -173,6 +188,7 @@ class Bank:
         for path in self.paths:
             for role in range(len(ROLES)):
                 self.write(path, role, state.get((path, role), _NEVER_SET))
+        self.mark_norms()
         for module in self.members():
             module._fp8_weight_stale = True
             self._hand_out(module, self._slots[module._fp8_device])
@@ -200,12 +216,13 @@ class Bank:
         if self.entry == entry:
             return
         self.entry = entry
-        if not training:
-            return
-        if self.due:
+        if training and self.due:
             self.update(group)
-        if not self.observed and self.observation is None:
+        if training and not self.observed and self.observation is None:
             self.observation = Observation()
+        # Here and not only in each module's forward: a compiled forward can't look.
+        for module in self.members():
+            module.refresh_weight(observe=training)
 
     def update(self, group: Any = None) -> None:
         """Roll, rescale, and act on what the first step showed."""
@@ -231,6 +248,7 @@ class Bank:
         for module in self.members():
             self._hand_out(module, self._slots[module._fp8_device])
         self.low_precision_norms = observation.norms_feeding_gemms_only()
+        self.mark_norms()
         idle = [path for path in self.paths if path not in observation.calls]
         if idle:
             shown = ", ".join(idle[:5]) + (", …" if len(idle) > 5 else "")

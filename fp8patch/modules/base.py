@@ -60,6 +60,14 @@ class Float8Module(nn.Module):
             return stock_forward(self, input)  # type: ignore[no-any-return]
         return _forward_in_region(self, input, region)
 
+    def refresh_weight(self, observe: bool) -> None:
+        """Quantise the weight again if it is out of date and was ever used.
+
+        Under FSDP there is no whole weight here: that happens in each forward.
+        """
+        if self._fp8_weight_q is not None and type(self.weight) in (nn.Parameter, Tensor):
+            prepare(self, observe)
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self._fp8_bank.recipe.name}"
 
@@ -68,7 +76,7 @@ class Float8Module(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # By base class: a class made for an allowlisted base has no importable name.
-        return _rebuild, (self._fp8_base,), self.__getstate__()
+        return rebuild, (self._fp8_base,), self.__getstate__()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -99,10 +107,16 @@ def detach(module: Any) -> None:
 
 def fresh_runtime() -> dict[str, Any]:
     """The attributes of a module that no bank has bound yet."""
-    return {**dict.fromkeys(_RUNTIME), "_fp8_weight_stale": True, "_fp8_weight_owned": False}
+    return {
+        **dict.fromkeys(_RUNTIME),
+        "_fp8_narrow": None,
+        "_fp8_weight_stale": True,
+        "_fp8_weight_owned": False,
+    }
 
 
-def _rebuild(base: type[nn.Module]) -> nn.Module:
+def rebuild(base: type[nn.Module]) -> nn.Module:
+    """An empty converted module over the stock class `base`, for unpickling and deep copies."""
     module: nn.Module = base.__new__(base)
     module.__class__ = float8_class(base)
     return module
@@ -149,7 +163,7 @@ def _forward_in_region(module: Any, input: Tensor, region: amp.Region) -> Tensor
         if refusal(module, input, region, precision):
             return stock_forward(module, input)  # type: ignore[no-any-return]
         observe = amp.enter_module(module._fp8_bank, region)
-        prepare(module, observe, region)
+        prepare(module, observe, region.calibrating)
         observation = module._fp8_bank.observation
         if observation is not None and observe:
             observation.saw_input(module._fp8_path, input)
@@ -249,7 +263,7 @@ def make_spec(
 # -- the quantised weight -------------------------------------------------------------------------
 
 
-def prepare(module: Any, observe: bool, region: amp.Region) -> None:
+def prepare(module: Any, observe: bool, calibrating: bool = False) -> None:
     """Bind the slots and quantise the weight, where either is out of date."""
     bank: Bank = module._fp8_bank
     weight = module.weight
@@ -266,7 +280,7 @@ def prepare(module: Any, observe: bool, region: amp.Region) -> None:
         or key[:3] != current
         or not (module._fp8_weight_owned or key[3] == bank.entry)
     ):
-        _quantize_weight(module, weight, observe, region.calibrating)
+        _quantize_weight(module, weight, observe, calibrating)
         module._fp8_weight_key = (*current, bank.entry)
         module._fp8_weight_stale = False
 

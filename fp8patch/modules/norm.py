@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8patch import amp
-from fp8patch.modules.base import register
+from fp8patch.modules.base import attach, rebuild, register
 from fp8patch.recipe import Recipe
 from fp8patch.scaling import Bank
 
@@ -25,11 +25,13 @@ class Float8LayerNorm(nn.LayerNorm):
     _fp8_base = nn.LayerNorm
     _fp8_bank: Bank
     _fp8_path: str
+    # None until the bank knows this norm.
+    _fp8_narrow: bool | None
 
     def __init__(self, *args: Any, recipe: Recipe | str | None = None, **kwargs: Any) -> None:
         """As the stock class, plus `recipe`. Conversion does not come through here."""
         super().__init__(*args, **kwargs)
-        self._fp8_bank, self._fp8_path = Bank(Recipe.load(recipe), (), [""]), ""
+        attach(self, Bank(Recipe.load(recipe), (), [""]), "")
 
     def forward(self, input: Tensor) -> Tensor:
         region = amp.active()
@@ -39,14 +41,19 @@ class Float8LayerNorm(nn.LayerNorm):
         bank = self._fp8_bank
         if not torch.compiler.is_compiling():
             amp.enter_module(bank, region)
+            if self._fp8_narrow is None:
+                bank.adopt_norm(self)
         output: Tensor = base.forward(self, input)
         device = input.device.type
-        if self._narrow(bank) and torch.is_autocast_enabled(device):
+        if self._fp8_narrow and torch.is_autocast_enabled(device):
             output = output.to(torch.get_autocast_dtype(device))
         if bank.observation is not None and not torch.compiler.is_compiling():
             bank.observation.saw_norm(self._fp8_path, output)
         return output
 
-    def _narrow(self, bank: Bank) -> bool:
-        wanted = bank.recipe.norm_output
-        return wanted == "bf16" or (wanted == "auto" and self._fp8_path in bank.low_precision_norms)
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has a bank of its own, which has to get to know it.
+        return {**self.__dict__, "_fp8_narrow": None}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return rebuild, (self._fp8_base,), self.__getstate__()
