@@ -183,7 +183,8 @@ def _unsupported(candidate: Candidate) -> str:
         return f"{count} experts in one 3-D Parameter: grouped FP8 GEMMs do not exist here yet"
     if candidate.form is None:
         return "named an RMSNorm, but computes more than x / rms(x) times its weight"
-    return f"RMSNorm (x / rms(x) * {candidate.form.factor}): converted once its kernels exist"
+    factor = "w" if candidate.form.factor == "w" else "(1 + w)"
+    return f"RMSNorm (x / rms(x) * {factor}): converted once its kernels exist"
 
 
 def _inadvisable(candidate: Candidate, facts: Facts) -> tuple[str, str] | None:

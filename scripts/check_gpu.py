@@ -2,7 +2,7 @@
 
     python scripts/check_gpu.py [--json FILE]
 
-Exits non-zero if a check fails. Times are of the eager path through PyTorch's public scaled GEMM and
+Exits non-zero if a check fails. Times are of the eager path: the public scaled GEMM of PyTorch and
 plain PyTorch casts (no kernels of ours yet): they are there to be beaten, not to be quoted.
 """
 
