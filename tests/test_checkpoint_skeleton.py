@@ -1,0 +1,126 @@
+"""Models on the meta device from a config, and every way in which a config can be bad."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from fp8patch import checkpoint_skeleton
+from fp8patch.checkpoint_skeleton import model_from_config
+from fp8patch.errors import CheckpointError, PlanError
+
+
+def write(path: Path, **changes: Any) -> Path:
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=96, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    values = {**config.to_dict(), **changes}
+    kept = {key: value for key, value in values.items() if value != "remove"}
+    (path / "config.json").write_text(json.dumps(kept))
+    return path
+
+
+def test_directory_and_file_give_the_named_class_on_meta(tmp_path: Path) -> None:
+    write(tmp_path)
+    for source in (tmp_path, str(tmp_path), tmp_path / "config.json"):
+        model = model_from_config(source)
+        assert type(model) is transformers.LlamaForCausalLM
+        assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert torch.empty(1).device.type == "cpu"
+
+
+def test_weights_are_tied_as_in_the_model(tmp_path: Path) -> None:
+    model = model_from_config(write(tmp_path, tie_word_embeddings=True))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("architectures", ["remove", None, [], ["MyOwnLlama"]])
+def test_without_a_known_class_the_auto_class_is_used_and_said(
+    tmp_path: Path, architectures: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = model_from_config(write(tmp_path, architectures=architectures))
+    assert type(model) is transformers.LlamaForCausalLM
+    assert "planned as AutoModelForCausalLM builds it" in capfd.readouterr().err
+
+
+def test_a_model_that_is_no_causal_lm_falls_back_to_auto_model(tmp_path: Path) -> None:
+    config = transformers.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    assert type(model_from_config(tmp_path)) is transformers.ViTModel
+
+
+def test_quantised_checkpoint_is_planned_plain_and_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, quantization_config={"quant_method": "fp8"})
+    assert type(model_from_config(tmp_path)) is transformers.LlamaForCausalLM
+    assert "quantised" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("source", ["/no/such/place", "./none", "~/none-such", "a/b/c"])
+def test_no_such_directory(source: str) -> None:
+    with pytest.raises(CheckpointError, match=r"no such directory\. Give"):
+        model_from_config(source)
+
+
+def test_not_a_model_directory(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="not a model directory: it has no config.json"):
+        model_from_config(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="PEFT adapter"):
+        model_from_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"{", r"not valid JSON \(line 1"),
+        (b"", "not valid JSON"),
+        (b"[1]", "JSON object"),
+        (b"\xff\xfe", "not UTF-8"),
+        (b"{}", "no model_type"),
+    ],
+)
+def test_corrupt_config(tmp_path: Path, content: bytes, text: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=text):
+        model_from_config(tmp_path)
+
+
+def test_unknown_architecture(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="unknown architecture.*'lllama'"):
+        model_from_config(write(tmp_path, model_type="lllama"))
+    with pytest.raises(PlanError, match="code of its own, which is not run"):
+        model_from_config(write(tmp_path, model_type="lllama", auto_map={"AutoModel": "x.Y"}))
+
+
+def test_values_that_build_nothing(tmp_path: Path) -> None:
+    with pytest.raises((CheckpointError, PlanError)) as raised:
+        model_from_config(write(tmp_path, num_attention_heads=0))
+    assert "\n" not in str(raised.value)
+    with pytest.raises(CheckpointError, match="not a valid llama config"):
+        model_from_config(write(tmp_path, hidden_size="wide"))
+
+
+def test_hub_name_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_skeleton, "_hub_answers", lambda: False)
+    with pytest.raises(CheckpointError, match="hub cannot be reached"):
+        model_from_config("nobody/nothing-at-all")
+
+
+def test_hub_is_not_asked_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert not checkpoint_skeleton._hub_answers()
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy")
+    assert checkpoint_skeleton._hub_answers()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert not checkpoint_skeleton._hub_answers()
