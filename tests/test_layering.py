@@ -21,7 +21,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("slots.py", "observation.py", "scaling.py", "amp.py"),
     ("modules/*",),
     ("plan_*.py", "plan.py"),
-    ("convert.py",),
+    # What conversion installs: a converted model's own `save_pretrained` writes the sidecar.
+    ("checkpoint_sidecar.py", "checkpoint_state.py", "checkpoint_hooks.py", "convert.py"),
     (
         "checkpoint_*.py",
         "checkpoint.py",
@@ -55,7 +56,7 @@ FENCES: dict[str, tuple[str, ...]] = {
     ),
     "triton": ("ops/triton/*",),
     "typer": ("cli/*",),
-    "wrapt": ("inject.py",),
+    "wrapt": ("checkpoint_hooks.py", "inject.py"),
     "yaml": ("recipe.py",),
 }
 

@@ -1,0 +1,342 @@
+"""The sidecar: what a converted model has besides its weights, in two files beside them.
+
+    fp8patch.json               format, plan with recipe, what the first step showed, fingerprints
+    fp8patch_state.safetensors  <path>.<role>.history | .scale | .amax | .counts of every slot
+
+Everything here works on plain data, so that a checkpoint can be converted without a live model.
+Both files are written under a temporary name and renamed when both are complete; the JSON holds a
+digest of the state, so that a mixture of two saves is found out.
+"""
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from fp8patch import __version__
+from fp8patch.errors import CheckpointError
+from fp8patch.slots import ROLES, SlotState
+
+__all__ = [
+    "FORMAT_VERSION",
+    "SIDECAR",
+    "STATE",
+    "BankMeta",
+    "Sidecar",
+    "file_names",
+    "fingerprint",
+    "has_sidecar",
+    "read_sidecar",
+    "remove_sidecar",
+    "write_error",
+    "write_sidecar",
+]
+
+SIDECAR = "fp8patch.json"
+STATE = "fp8patch_state.safetensors"
+FORMAT_VERSION = 1
+
+_SAMPLED_ROWS = 16
+_SAMPLED_COLUMNS = 64
+_FIELDS = {"history": 1, "scale": 0, "amax": 0, "counts": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BankMeta:
+    """What a bank knows besides the numbers in its slots; the defaults are a new bank's.
+
+    Attributes:
+        siblings: {path: path of the module whose input slot it uses}.
+        low_precision_norms: Paths of the norms that write the autocast dtype.
+        observed: The first training step is over.
+        stepped: An optimizer has stepped since the last update.
+        backward_finished: So has a backward.
+        optimizer_seen: An optimizer that owns the parameters has stepped at some time.
+    """
+
+    siblings: Mapping[str, str] = field(default_factory=dict)
+    low_precision_norms: tuple[str, ...] = ()
+    observed: bool = False
+    stepped: bool = False
+    backward_finished: bool = False
+    optimizer_seen: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sidecar:
+    """What the two files hold.
+
+    Attributes:
+        path: The JSON file it was read from.
+        version: The fp8patch that wrote it.
+        plan: `Plan.to_dict()`; its paths are relative to `root`.
+        bank: See `BankMeta`.
+        state: {(path, index into `slots.ROLES`): SlotState on the CPU} of slots that saw something.
+        fingerprint: {path of a converted GEMM module: `fingerprint` of its weight}; a weight that
+            could not be read whole is left out.
+        root: Path of the converted part in the model that was saved; "" for the whole.
+        extra_state: The model puts its state into `state_dict()` too.
+    """
+
+    path: Path
+    version: str
+    plan: dict[str, Any]
+    bank: BankMeta
+    state: dict[tuple[str, int], SlotState]
+    fingerprint: dict[str, str]
+    root: str = ""
+    extra_state: bool = False
+
+
+def file_names(index: int = 0) -> tuple[str, str]:
+    """Names of the two files; those of a second and third model are numbered as accelerate does."""
+    if index == 0:
+        return SIDECAR, STATE
+    return SIDECAR.replace(".", f"_{index}."), STATE.replace(".", f"_{index}.")
+
+
+def has_sidecar(directory: str | Path, index: int = 0) -> bool:
+    """Whether there is a sidecar in `directory`, readable or not."""
+    return (Path(directory) / file_names(index)[0]).is_file()
+
+
+def remove_sidecar(directory: str | Path, index: int = 0) -> bool:
+    """Remove both files; returns whether there were any."""
+    removed = False
+    for name in file_names(index):
+        path = Path(directory) / name
+        if path.is_file():
+            path.unlink()
+            removed = True
+    return removed
+
+
+def fingerprint(weight: Any) -> str:
+    """dtype, shape and a hash of a sample of up to 16 x 64 elements, evenly spaced.
+
+    `weight` is a Tensor, or what `safe_open(...).get_slice(name)` gives: both yield the same
+    string for the same values of the same dtype. At most 16 rows are read.
+    """
+    shape = tuple(weight.get_shape() if hasattr(weight, "get_shape") else weight.shape)
+    rows = _spread(shape[0] if shape else 0, _SAMPLED_ROWS)
+    sample = [weight[row : row + 1].detach().reshape(-1) for row in rows]
+    if rows and sample[0].numel():
+        columns = torch.tensor(_spread(sample[0].numel(), _SAMPLED_COLUMNS))
+        picked = torch.stack(sample)[:, columns.to(sample[0].device)].cpu().contiguous()
+    else:
+        picked = weight[:].detach().reshape(-1).cpu()
+    digest = hashlib.blake2b(picked.view(torch.uint8).numpy().tobytes(), digest_size=8)
+    return f"{str(picked.dtype).removeprefix('torch.')} {list(shape)} {digest.hexdigest()}"
+
+
+def _spread(size: int, most: int) -> list[int]:
+    """Up to `most` indices into `size`, evenly spaced, the first and the last among them."""
+    if size <= most:
+        return list(range(size))
+    return [round(i * (size - 1) / (most - 1)) for i in range(most)]
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+def write_sidecar(
+    directory: str | Path,
+    plan: Mapping[str, Any],
+    bank_meta: BankMeta,
+    slot_state: Mapping[tuple[str, int], SlotState],
+    fingerprint: Mapping[str, str],
+    *,
+    root: str = "",
+    extra_state: bool = False,
+    index: int = 0,
+) -> None:
+    """Write both files into `directory`, which exists. Arguments as the fields of `Sidecar`.
+
+    Raises:
+        CheckpointError: They can't be written; what was there before is untouched.
+    """
+    sidecar_name, state_name = file_names(index)
+    state = safetensors.torch.save(_tensors(slot_state))
+    values = {
+        "format_version": FORMAT_VERSION,
+        "fp8patch_version": __version__,
+        "root": root,
+        "extra_state": extra_state,
+        "bank": {
+            "siblings": dict(bank_meta.siblings),
+            "low_precision_norms": sorted(bank_meta.low_precision_norms),
+            "observed": bank_meta.observed,
+            "stepped": bank_meta.stepped,
+            "backward_finished": bank_meta.backward_finished,
+            "optimizer_seen": bank_meta.optimizer_seen,
+        },
+        "fingerprint": dict(fingerprint),
+        "state": {"file": state_name, "digest": _digest(state)},
+        "plan": dict(plan),
+    }
+    text = json.dumps(values, indent=1, ensure_ascii=False).encode()
+    _replace_together(Path(directory), {state_name: state, sidecar_name: text})
+
+
+def _tensors(state: Mapping[tuple[str, int], SlotState]) -> dict[str, Tensor]:
+    tensors = {}
+    for (path, role), slot in state.items():
+        for name in _FIELDS:
+            # A copy each: safetensors refuses tensors that share memory.
+            value = getattr(slot, name).detach().cpu().contiguous().clone()
+            tensors[".".join(filter(None, (path, ROLES[role], name)))] = value
+    return tensors
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _replace_together(directory: Path, files: Mapping[str, bytes]) -> None:
+    written: list[tuple[Path, Path]] = []
+    target = directory
+    try:
+        for name, data in files.items():
+            target = directory / name
+            temporary = directory / f".{name}.{os.getpid()}.tmp"
+            written.append((temporary, target))
+            _write_bytes(temporary, data)
+        for temporary, target in written:
+            os.replace(temporary, target)
+    except OSError as error:
+        raise write_error(target, error) from error
+    finally:
+        for temporary, _ in written:
+            temporary.unlink(missing_ok=True)
+
+
+def _write_bytes(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+
+
+def write_error(path: str | Path, error: OSError) -> CheckpointError:
+    """What to raise when `path` could not be written."""
+    reason = error.strerror or str(error)
+    remedy = "Check the path and its permissions."
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "Free some space there, or save somewhere else."
+    return CheckpointError(
+        f"{path}: cannot be written: {reason}. What was there before is untouched. {remedy}"
+    )
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+def read_sidecar(directory: str | Path, *, index: int = 0) -> Sidecar:
+    """Read and check both files.
+
+    Raises:
+        CheckpointError: One is missing, corrupt, of a newer format, or from another save.
+    """
+    path = Path(directory) / file_names(index)[0]
+    values = _read_json(path)
+    version = values.get("format_version")
+    writer = values.get("fp8patch_version")
+    if not isinstance(version, int) or not isinstance(writer, str):
+        raise _corrupt(path, "it names no format_version")
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path}: written by fp8patch {writer} in format {version}; this is fp8patch "
+            f"{__version__}, which reads formats up to {FORMAT_VERSION}. Upgrade fp8patch."
+        )
+    try:
+        bank = values["bank"]
+        meta = BankMeta(
+            siblings={str(k): str(v) for k, v in bank["siblings"].items()},
+            low_precision_norms=tuple(map(str, bank["low_precision_norms"])),
+            **{name: _flag(bank, name) for name in _FLAGS},
+        )
+        sidecar = Sidecar(
+            path=path,
+            version=writer,
+            plan=dict(values["plan"]),
+            bank=meta,
+            state=_read_state(path.parent / str(values["state"]["file"]), values["state"]),
+            fingerprint={str(k): str(v) for k, v in values["fingerprint"].items()},
+            root=str(values["root"]),
+            extra_state=_flag(values, "extra_state"),
+        )
+    except KeyError as error:
+        raise _corrupt(path, f"{error.args[0]!r} is missing") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise _corrupt(path, str(error)) from None
+    return sidecar
+
+
+_FLAGS = ("observed", "stepped", "backward_finished", "optimizer_seen")
+
+
+def _flag(values: Any, name: str) -> bool:
+    value = values[name]
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}, not true or false")
+    return value
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if not path.parent.is_dir():
+            raise CheckpointError(f"{path.parent}: no such directory. Check the path.") from None
+        raise CheckpointError(
+            f"{path.parent}: holds no {path.name}, so no converted model was saved here. Load it "
+            "as a plain model, and convert that with fp8patch.convert_model."
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise _corrupt(path, f"not valid JSON ({error})") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from None
+    if not isinstance(values, dict):
+        raise _corrupt(path, "not a JSON object")
+    return values
+
+
+def _read_state(path: Path, expected: Mapping[str, Any]) -> dict[tuple[str, int], SlotState]:
+    if path.name != str(expected["file"]):
+        raise ValueError(f"state file {expected['file']!r} is not a plain file name")
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise _corrupt(path, "the file is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from None
+    if _digest(data) != expected["digest"]:
+        raise _corrupt(path, f"truncated, damaged, or of another save than {SIDECAR}")
+    try:
+        tensors = safetensors.torch.load(data)
+    except Exception as error:  # SafetensorError derives from Exception alone
+        raise _corrupt(path, str(error)) from None
+    found: dict[tuple[str, int], dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        *parts, role, part = name.split(".")
+        dtype = torch.int64 if part == "counts" else torch.float32
+        known = role in ROLES and part in _FIELDS
+        if not known or tensor.dtype != dtype or tensor.dim() != _FIELDS[part]:
+            raise _corrupt(path, f"{name!r} is not a slot's {tensor.dtype} {list(tensor.shape)}")
+        found.setdefault((".".join(parts), ROLES.index(role)), {})[part] = tensor
+    for (module, index), slot in found.items():
+        if set(slot) != set(_FIELDS) or slot["counts"].numel() != 4:
+            raise _corrupt(path, f"the {ROLES[index]} slot of {module!r} is incomplete")
+    return {key: SlotState(**slot) for key, slot in found.items()}
+
+
+def _corrupt(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: corrupt: {why}. Copy it again from where it was saved; or delete {SIDECAR} and "
+        f"{STATE}, and convert the plain model anew."
+    )
