@@ -42,6 +42,7 @@ class Region:
         execution: "fp8" on tensor cores, "emulate" in FP32 arithmetic, "observe" to run in the
             model's own precision and only look (calibration with FP8 disabled).
         strict: `backend="fp8"` was asked for by name: a module that can't is an error.
+        rowwise: The hardware has GEMMs with one scale a row.
         training: Slots are written. None: no root has decided yet, so each module goes by grad
             mode.
         calibrating: Slots are written without gradients too, and casts use the live amax.
@@ -53,6 +54,7 @@ class Region:
 
     execution: Literal["fp8", "emulate", "observe"]
     strict: bool = False
+    rowwise: bool = True
     training: bool | None = None
     calibrating: bool = False
     recipe: Recipe | None = None
@@ -173,6 +175,7 @@ class autocast:
         region = Region(
             execution=execution,
             strict=self._backend == "fp8",
+            rowwise=self._execution != "fp8" or detect().rowwise,
             # A block inside a model's forward belongs to the forward that is running.
             training=_roots[-1].training if _roots else None,
             calibrating=self._calibrating,
@@ -224,7 +227,7 @@ def _bf16_autocasts() -> list[AbstractContextManager[Any]]:
     for device_type in ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",):
         if not torch.is_autocast_enabled(device_type):
             context = torch.autocast(device_type, torch.bfloat16)
-            context.__enter__()  # type: ignore[no-untyped-call]
+            context.__enter__()
             contexts.append(context)
     return contexts
 
@@ -316,7 +319,7 @@ def arm_backward(output: Any, bank: Bank, region: Region) -> None:
         if isinstance(value, Tensor):
             if value.requires_grad and id(value) not in done:
                 done.add(id(value))
-                value.register_hook(hook)  # type: ignore[no-untyped-call]
+                value.register_hook(hook)
         elif isinstance(value, dict):
             pending.extend(value.values())
         elif isinstance(value, (list, tuple)):

@@ -18,8 +18,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8patch import messages
 from fp8patch.observation import Observation
+from fp8patch.ops.quantize import preserved_version
 from fp8patch.recipe import Recipe
-from fp8patch.slots import GRAD_OUTPUT, INPUT, ROLES, WEIGHT, Slots, SlotState, preserved_version
+from fp8patch.slots import GRAD_OUTPUT, INPUT, ROLES, WEIGHT, Slots, SlotState
 
 _NEVER_SET = SlotState(
     torch.zeros(0), torch.zeros(()), torch.zeros(()), torch.zeros(4, dtype=torch.int64)

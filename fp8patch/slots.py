@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fp8patch import numerics
 from fp8patch.ops import quantize as quantize_op
+from fp8patch.ops.quantize import preserved_version
 from fp8patch.recipe import Recipe
 
 ROLES = ("input", "weight", "grad_output")
@@ -57,13 +58,6 @@ def limit(recipe: Recipe, role: int) -> float:
     e5m2 = role == GRAD_OUTPUT and grad_is_e5m2(recipe)
     largest = numerics.FP8_MAX[numerics.E5M2 if e5m2 else numerics.E4M3]
     return float(largest * 2.0**-recipe.margin)
-
-
-def preserved_version(*tensors: Tensor) -> AbstractContextManager[None]:
-    """Writes to `tensors` inside the block do not count as changes to what autograd has saved."""
-    context: AbstractContextManager[None]
-    context = torch.autograd._unsafe_preserve_version_counter(tensors)  # type: ignore[attr-defined]
-    return context
 
 
 class Slots:

@@ -6,7 +6,6 @@ stock class.
 """
 
 import weakref
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -131,20 +130,17 @@ def register(cls: type[Any]) -> type[Any]:
     return cls
 
 
-@cache
-def _derived(base: Any) -> type[nn.Module]:
-    mixin = next(cls for known, cls in _REGISTERED.items() if issubclass(base, known))
-    front = mixin.__bases__[0]
-    return type(f"Float8{base.__name__}", (front, base), {"_fp8_base": base})
-
-
 def float8_class(base: type[nn.Module]) -> type[nn.Module]:
     """The class that modules of exactly class `base` are given; made once for a subclass.
 
     Raises:
         StopIteration: `base` is nothing that can be converted; the plan never says so.
     """
-    return _REGISTERED.get(base) or _derived(base)
+    if base not in _REGISTERED:
+        mixin = next(cls for known, cls in _REGISTERED.items() if issubclass(base, known))
+        front = mixin.__bases__[0]
+        _REGISTERED[base] = type(f"Float8{base.__name__}", (front, base), {"_fp8_base": base})
+    return _REGISTERED[base]
 
 
 def stock_forward(module: Any, *args: Any) -> Any:
@@ -222,6 +218,15 @@ def refusal(module: Any, input: Tensor, region: amp.Region, precision: Recipe) -
             "after conversion?), so it runs in the model's own precision. A recipe with "
             "`misaligned: pad` keeps it in FP8.",
         )
+        return True
+    if module._fp8_bank.recipe.scaling == "rowwise" and not region.rowwise:
+        lacks = "this GPU has no FP8 GEMM with one scale a row (that needs compute capability 9.0)"
+        if region.strict:
+            raise HardwareError(
+                f"{path}: backend='fp8' was asked for with a rowwise recipe, but {lacks}. Convert "
+                "with the recipe 'delayed' or 'current', or use backend='emulate'."
+            )
+        messages.once("no rowwise", f"FP8 is off: {lacks}; 'delayed' and 'current' run here.")
         return True
     if region.execution == "fp8" and device != "cuda":
         if region.strict:

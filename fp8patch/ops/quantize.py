@@ -18,6 +18,7 @@ it is what the wgrad GEMM contracts over: any M works, and zeros change neither 
 """
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -71,13 +72,21 @@ def _pad(x: Tensor, rows: int, cols: int) -> Tensor:
 
 def _transposed(x: Tensor) -> Tensor:
     """[M, K] FP8 -> [padded K, padded M] FP8, contiguous."""
-    return _pad(
-        x.view(torch.uint8).t().contiguous().view(x.dtype), padded(x.shape[1]), padded(x.shape[0])
-    )
+    # A clone, not contiguous(): with no rows at all that would be a view of x, and an operator may
+    # not return two views of one memory.
+    columns = x.view(torch.uint8).t().clone(memory_format=torch.contiguous_format)
+    return _pad(columns.view(x.dtype), padded(x.shape[1]), padded(x.shape[0]))
+
+
+def preserved_version(*tensors: Tensor) -> AbstractContextManager[None]:
+    """Writes to `tensors` inside the block do not count as changes to what autograd has saved."""
+    context: AbstractContextManager[None]
+    context = torch.autograd._unsafe_preserve_version_counter(tensors)  # type: ignore[attr-defined]
+    return context
 
 
 def _record(amax: Tensor, counts: Tensor, live: Tensor, seen: Tensor) -> None:
-    with torch.autograd._unsafe_preserve_version_counter((amax, counts)):
+    with preserved_version(amax, counts):
         amax.copy_(torch.maximum(amax, live))
         counts.add_(seen)
 
