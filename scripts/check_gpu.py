@@ -139,6 +139,86 @@ def _linear(
     return [y.detach(), x.grad, layer.weight.grad]
 
 
+def odd_calls() -> None:
+    """What the hardware refuses unless somebody pads, converts or skips: all of it must just run."""
+    cases: dict[str, dict[str, Any]] = {
+        "fp16 autocast": {"autocast": torch.float16},
+        "no autocast, bf16 model": {"dtype": torch.bfloat16, "autocast": None},
+        "no autocast, fp32 model": {"autocast": None},
+        "misaligned, padded": {"recipe": fp8patch.Recipe(misaligned="pad"), "k": 72, "n": 101},
+        "bf16 fprop": {"recipe": fp8patch.Recipe(fprop="bf16")},
+        "bf16 dgrad": {"recipe": fp8patch.Recipe(dgrad="bf16")},
+        "bf16 wgrad": {"recipe": fp8patch.Recipe(wgrad="bf16")},
+        "e4m3 gradients": {"recipe": fp8patch.Recipe(fp8_format="e4m3")},
+        "frozen weight": {"train_weight": False},
+        "frozen input": {"train_input": False},
+        "empty batch": {"m": 0},
+        "expanded gradient": {"expand": True},
+    }
+    for name, case in cases.items():
+        by_backend = [_odd(backend, **case) for backend in ("fp8", "emulate")]
+        worst = min(
+            numerics.sqnr(b, a) if b.numel() else float("inf")
+            for a, b in zip(*by_backend, strict=True)
+        )
+        check(f"odd: {name}", worst >= 38, f"{worst:.1f} dB to emulation at worst")
+
+
+def _odd(
+    backend: Any,
+    *,
+    m: int = 33,
+    k: int = 64,
+    n: int = 96,
+    dtype: torch.dtype = torch.float32,
+    autocast: torch.dtype | None = torch.bfloat16,
+    recipe: Any = None,
+    train_weight: bool = True,
+    train_input: bool = True,
+    expand: bool = False,
+) -> list[torch.Tensor]:
+    torch.manual_seed(5)
+    layer = nn.Linear(k, n, device="cuda", dtype=dtype)
+    layer.weight.requires_grad_(train_weight)
+    fp8patch.convert_model(nn.Sequential(layer), recipe, include=("*",))
+    x = torch.randn(3, m, k, device="cuda", dtype=dtype, requires_grad=train_input)
+    region = torch.autocast("cuda", autocast or torch.bfloat16, enabled=autocast is not None)
+    with region, fp8patch.autocast(backend=backend):
+        y = layer(x)
+    grad = torch.randn(1 if expand else m, n, device="cuda", dtype=y.dtype).expand(3, m, n)
+    y.backward(grad)
+    tensors = [y.detach(), x.grad, layer.weight.grad, layer.bias.grad]
+    return [t for t in tensors if t is not None]
+
+
+def backends() -> None:
+    """The hardware rule on a machine that has FP8."""
+    model = nn.Sequential(nn.Linear(64, 64, device="cuda"))
+    x = torch.randn(16, 64, device="cuda")
+    with torch.no_grad():
+        stock = model(x)
+        with torch.autocast("cuda", torch.bfloat16):
+            bf16 = model(x)
+        fp8patch.convert_model(model)
+        results = {}
+        for backend in ("auto", "fp8", "emulate", "bf16", "off"):
+            with fp8patch.autocast(backend=backend):
+                results[backend] = model(x)
+    check("backend off", torch.equal(results["off"], stock), "equals the stock model")
+    check("backend bf16", torch.equal(results["bf16"], bf16), "equals BF16 autocast")
+    check("backend auto", torch.equal(results["auto"], results["fp8"]), "is fp8 here")
+    close = numerics.sqnr(results["emulate"], results["fp8"])
+    check("backend emulate", close > 45, f"{close:.1f} dB to fp8")
+    on_cpu = model.cpu()
+    try:
+        with fp8patch.autocast(backend="fp8"):
+            on_cpu(x.cpu())
+    except fp8patch.HardwareError as error:
+        check("backend fp8, module on the CPU", True, str(error))
+    else:
+        check("backend fp8, module on the CPU", False, "was not refused")
+
+
 def models() -> dict[str, nn.Module]:
     """Small models of the three families: Linear and RMSNorm, LayerNorm, Conv1D."""
     from transformers import (
@@ -314,6 +394,8 @@ GROUPS = (
     casts_equal_the_oracle,
     gemms_equal_the_emulation,
     linears_against_bf16,
+    odd_calls,
+    backends,
     training_follows_bf16,
     reload_is_bitwise,
     checkpointing_recomputes_in_fp8,
