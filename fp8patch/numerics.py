@@ -59,7 +59,8 @@ def scale_from_amax(live_amax: Tensor, limit: float) -> Tensor:
     scale to keep), one under `AMAX_FLOOR` gives the scale of the floor. Elementwise: a scalar per
     tensor, or [M, 1] per row.
     """
-    scale = limit / live_amax.clamp(min=AMAX_FLOOR)
+    # Not `limit / tensor`: torch turns that into a product with the reciprocal, rounded twice.
+    scale = torch.full_like(live_amax, limit) / live_amax.clamp(min=AMAX_FLOOR)
     return torch.where(torch.isfinite(live_amax), scale, torch.ones_like(scale))
 
 
