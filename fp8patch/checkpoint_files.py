@@ -1,0 +1,259 @@
+"""Write a directory that appears whole or not at all, and copy one into it.
+
+The work happens in a hidden sibling, `.NAME.fp8patch-new-…`, which is renamed when it is complete.
+Its owner holds a lock on it, which the kernel drops when the process dies in whatever way: what is
+left of a killed process is an unlocked sibling, removed by the next one that writes `NAME`.
+"""
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from fp8patch import messages
+from fp8patch.checkpoint_sidecar import SIDECAR
+from fp8patch.errors import CheckpointError
+
+__all__ = ["Progress", "check_target", "copy_tree", "files_below", "staging"]
+
+# (stage, done, total): bytes for "copy", tensors for "weights", texts for "calibrate".
+Progress = Callable[[str, int, int], None]
+
+_CHUNK = 8 << 20
+# ioctl of Linux: the target shares the source's blocks until either is written to.
+_FICLONE = 0x40049409
+# Any one of them says that a directory is a checkpoint, which --force may replace.
+_MARKS = ("config.json", "adapter_config.json", SIDECAR)
+
+
+def check_target(source: Path, out: Path, *, force: bool) -> None:
+    """Raise unless `out` may be written from `source`.
+
+    Raises:
+        CheckpointError: `out` exists and `force` is not set, is no checkpoint, or is `source`, in
+            it or around it.
+    """
+    real, target = source.resolve(), out.resolve()
+    if target == real:
+        raise CheckpointError(f"{out}: this is the directory to read from. Name another to write.")
+    if target.is_relative_to(real):
+        raise CheckpointError(f"{out}: lies inside {source}. Name a directory outside it.")
+    if real.is_relative_to(target):
+        raise CheckpointError(f"{out}: {source} lies inside it. Name another directory to write.")
+    if not os.path.lexists(target):
+        return
+    if not target.is_dir():
+        raise CheckpointError(f"{out}: exists and is no directory. Name another.")
+    if not force:
+        raise CheckpointError(
+            f"{out}: exists already. --force (force=True) replaces it once the new one is complete."
+        )
+    if any(target.iterdir()) and not any((target / mark).exists() for mark in _MARKS):
+        raise CheckpointError(
+            f"{out}: exists and is no model directory, so it is not replaced even with force. "
+            "Name another, or remove it yourself."
+        )
+
+
+@contextmanager
+def staging(out: Path, *, force: bool) -> Iterator[Path]:
+    """A new empty directory that becomes `out` when the block ends, and vanishes if it raises.
+
+    Raises:
+        CheckpointError: The directory cannot be made, filled (disk full) or renamed.
+    """
+    out = out.resolve()
+    made: list[Path] = []
+    work, lock = None, -1
+    try:
+        made = _make_parents(out.parent)
+        _sweep(out)
+        work, lock = _locked_sibling(out)
+        yield work
+        _publish(work, out, force)
+    except BaseException as error:
+        if work is not None:
+            shutil.rmtree(work, ignore_errors=True)
+        for parent in reversed(made):
+            if not any(parent.iterdir()):
+                parent.rmdir()
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{out}: cannot be written: {why(error)}") from None
+        raise
+    finally:
+        if lock >= 0:
+            os.close(lock)
+
+
+def why(error: OSError) -> str:
+    """The cause of a failed read or write as a sentence, with what to do about a full disk."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "the disk is full. Nothing is left behind; free some space, or write elsewhere."
+    return f"{error.strerror or error}."
+
+
+def files_below(directory: Path) -> list[Path]:
+    """Relative paths of all files in `directory`, sorted, links followed (a hub cache is links).
+
+    Raises:
+        CheckpointError: A link that leads nowhere, or a directory that cannot be listed.
+    """
+    found: list[Path] = []
+    pending: list[tuple[Path, tuple[Path, ...]]] = [(Path(), (directory.resolve(),))]
+    while pending:
+        inside, above = pending.pop()
+        try:
+            entries = list((directory / inside).iterdir())
+        except OSError as error:
+            raise CheckpointError(f"{directory / inside}: cannot be listed: {why(error)}") from None
+        for entry in entries:
+            relative, real = inside / entry.name, entry.resolve()
+            if entry.is_dir():
+                # A link to a directory above would never end.
+                if real not in above:
+                    pending.append((relative, (*above, real)))
+            elif entry.is_file():
+                found.append(relative)
+            elif not entry.exists():
+                raise CheckpointError(
+                    f"{entry}: a link to {os.readlink(entry)}, which is not there. Download or "
+                    "copy the model again."
+                )
+            else:
+                messages.note(f"{entry}: neither file nor directory, so it is not copied.")
+    return sorted(found)
+
+
+def copy_tree(
+    source: Path, target: Path, *, leave_out: Collection[str], progress: Progress | None = None
+) -> None:
+    """Copy every file of `source` into the empty `target`, but those named in `leave_out`.
+
+    The contents are shared with the source where the filesystem can (a reflink: writing to one
+    never shows in the other), and copied otherwise. Never a hard link: whoever edits one of the two
+    checkpoints must not edit both.
+
+    Raises:
+        CheckpointError: A file cannot be read or written.
+    """
+    files = [file for file in files_below(source) if file.as_posix() not in leave_out]
+    total = sum((source / file).stat().st_size for file in files)
+    done = 0
+
+    def moved(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress("copy", done, total)
+
+    for file in files:
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        _copy(source / file, target / file, moved)
+
+
+def _copy(source: Path, target: Path, moved: Callable[[int], None]) -> None:
+    try:
+        with open(source, "rb") as reader:
+            with open(target, "xb") as writer:
+                if _reflink(reader, writer):
+                    moved(os.fstat(reader.fileno()).st_size)
+                    return
+                while chunk := reader.read(_CHUNK):
+                    writer.write(chunk)
+                    moved(len(chunk))
+    except OSError as error:
+        raise CheckpointError(f"{source}: cannot be copied: {why(error)}") from None
+
+
+def _reflink(reader: BinaryIO, writer: BinaryIO) -> bool:
+    try:
+        fcntl.ioctl(writer.fileno(), _FICLONE, reader.fileno())
+    except OSError:
+        return False  # another filesystem, or one that cannot share
+    return True
+
+
+def _make_parents(directory: Path) -> list[Path]:
+    """Make `directory`; returns what was made, outermost first."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    return missing[::-1]
+
+
+def _prefix(out: Path) -> str:
+    return f".{out.name}.fp8patch-"
+
+
+def _sibling(out: Path, kind: str) -> Path:
+    return out.parent / f"{_prefix(out)}{kind}-{secrets.token_hex(4)}"
+
+
+def _lock(directory: Path) -> int | None:
+    """A descriptor that holds the lock on `directory`; None where another process does, or where
+    the filesystem has no locks."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Whoever swept it between our two calls had it locked, and has it removed by now.
+        if os.stat(directory).st_ino == os.fstat(descriptor).st_ino:
+            return descriptor
+    except OSError:
+        pass
+    os.close(descriptor)
+    return None
+
+
+def _locked_sibling(out: Path) -> tuple[Path, int]:
+    """An empty sibling of `out`, and its lock (-1 where there are no locks: never swept then)."""
+    work = _sibling(out, "new")
+    work.mkdir()  # not mkdtemp, whose 0700 would be the mode of `out` for good
+    lock = _lock(work)
+    if lock is None and not work.exists():
+        return _locked_sibling(out)
+    return work, -1 if lock is None else lock
+
+
+def _sweep(out: Path) -> None:
+    """Remove what dead processes have left beside `out`."""
+    for path in out.parent.iterdir():
+        if not path.name.startswith(_prefix(out)):
+            continue
+        lock = _lock(path)
+        if lock is None:
+            continue
+        try:
+            if path.name.startswith(_prefix(out) + "old-") and not out.exists():
+                # Killed between two renames: this is what `out` was.
+                os.rename(path, out)
+                messages.note(f"{out}: put back as it was before a convert that was killed.")
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def _publish(work: Path, out: Path, force: bool) -> None:
+    if not (force and out.exists()):
+        os.rename(work, out)  # fails where somebody else has filled `out` by now
+        return
+    old = _sibling(out, "old")
+    lock = _lock(out)  # it goes along when `out` is renamed
+    try:
+        os.rename(out, old)
+        try:
+            os.rename(work, out)
+        except BaseException:
+            os.rename(old, out)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        if lock is not None:
+            os.close(lock)

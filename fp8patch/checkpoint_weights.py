@@ -1,0 +1,123 @@
+"""Scales of weights that are on disk: what the module would find out on its first use."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from fp8patch import numerics
+from fp8patch.checkpoint_files import Progress
+from fp8patch.checkpoint_tensors import StoredTensors
+from fp8patch.errors import CheckpointError, ConversionError
+from fp8patch.plan import Decision
+from fp8patch.recipe import Recipe
+from fp8patch.slots import WEIGHT, SlotState, limit
+
+__all__ = ["WeightScan", "scan_weights", "weight_state"]
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(slots=True)
+class WeightScan:
+    """What reading the weights of converted modules gave, by module path.
+
+    Attributes:
+        states: {(path, WEIGHT): SlotState}.
+        fingerprints: {path: fingerprint of the stored weight}.
+        not_found: Paths whose weight goes by a name that no stored tensor has.
+        not_finite: Paths whose weight holds inf or nan, so that it has no scale.
+    """
+
+    states: dict[tuple[str, int], SlotState] = field(default_factory=dict)
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    not_found: list[str] = field(default_factory=list)
+    not_finite: list[str] = field(default_factory=list)
+
+
+def scan_weights(
+    model: nn.Module,
+    decisions: Sequence[Decision],
+    recipe: Recipe,
+    stored: StoredTensors,
+    progress: Progress | None = None,
+) -> WeightScan:
+    """Read the weight of every module in `decisions` once, a piece at a time.
+
+    `model` may be on the meta device: only names and shapes are taken from it.
+
+    Raises:
+        CheckpointError: A file cannot be read, or a tensor has another shape than in `model`.
+        ConversionError: A weight is stored as integers or in FP8.
+    """
+    scan = WeightScan()
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    base = getattr(model, "base_model_prefix", "")
+    for done, decision in enumerate(decisions, start=1):
+        path = decision.path
+        weight = model.get_parameter(f"{path}.weight" if path else "weight")
+        key = _key(names[id(weight)], base, stored)
+        if key is None:
+            scan.not_found.append(path)
+        else:
+            _check_shape(key, stored, weight)
+            amax = _amax(key, stored)
+            state = weight_state(amax, recipe)
+            scan.fingerprints[path] = stored.fingerprint(key)
+            if state is not None:
+                scan.states[(path, WEIGHT)] = state
+            elif not torch.isfinite(amax):
+                scan.not_finite.append(path)
+        if progress is not None:
+            progress("weights", done, len(decisions))
+    return scan
+
+
+def weight_state(amax: Tensor, recipe: Recipe) -> SlotState | None:
+    """The slot of a weight whose largest magnitude is `amax` (FP32 scalar), after its first use.
+
+    None where `amax` gives no scale: it is zero, inf or nan.
+    """
+    if not torch.isfinite(amax) or amax == 0:
+        return None
+    return SlotState(
+        history=amax.reshape(1),
+        scale=numerics.scale_from_amax(amax, limit(recipe, WEIGHT)),
+        amax=torch.zeros(()),
+        counts=torch.zeros(4, dtype=torch.int64),
+    )
+
+
+def _key(names: Iterable[str], base: str, stored: StoredTensors) -> str | None:
+    """Under which name the tensor is stored. A base model is saved without the prefix that its
+    weights have inside a model with a head, and either can be loaded from the other's files."""
+    for name in names:
+        for key in (name, f"{base}.{name}", name.removeprefix(f"{base}.")):
+            if key in stored:
+                return key
+    return None
+
+
+def _check_shape(key: str, stored: StoredTensors, weight: Tensor) -> None:
+    if stored.shape(key) != tuple(weight.shape):
+        raise CheckpointError(
+            f"{key} is stored as {list(stored.shape(key))}, and config.json makes it "
+            f"{list(weight.shape)}: the two are not of one model."
+        )
+
+
+def _amax(key: str, stored: StoredTensors) -> Tensor:
+    amax = torch.zeros(())
+    for piece in stored.pieces(key):
+        if piece.dtype not in _FLOATS:
+            raise ConversionError(
+                f"{key} is stored as {str(piece.dtype).removeprefix('torch.')}: the weights are "
+                "quantised already. FP8 training needs the high-precision checkpoint."
+            )
+        # torch.maximum propagates nan, as numerics.amax does.
+        amax = torch.maximum(amax, numerics.amax(piece))
+        del piece
+    return amax
