@@ -180,3 +180,14 @@ def mxfp8(x: np.ndarray, to: Format) -> tuple[np.ndarray, np.ndarray]:
             exact = Fraction(v) / _powers()[least]
             bytes_[i, j * 32 + k] = round_exact(exact, to) | (0x80 if np.signbit(v) else 0)
     return bytes_, exponents
+
+
+def bytes_of(x: Tensor) -> np.ndarray:
+    """FP8 bytes of a torch tensor; every nan as the positive one (its sign carries nothing)."""
+    fp8 = next(f for f in FORMATS if f.torch == x.dtype)
+    return one_nan(x.detach().cpu().contiguous().view(torch.uint8).numpy(), fp8)
+
+
+def one_nan(raw: np.ndarray, fp8: Format) -> np.ndarray:
+    """`raw` with every nan as the positive one."""
+    return np.where(np.isnan(value(raw, fp8)), fp8.nan, raw).astype(np.uint8)

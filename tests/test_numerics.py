@@ -28,21 +28,6 @@ def every_pattern(dtype: torch.dtype) -> Tensor:
     return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
 
 
-def bytes_of(x: Tensor) -> np.ndarray:
-    """FP8 bytes; every nan as the positive one (its sign carries nothing)."""
-    raw = x.contiguous().view(torch.uint8).numpy().copy()
-    raw[np.isnan(x.float().numpy())] = _NAN_BYTE[x.dtype]
-    return raw
-
-
-_NAN_BYTE = {f.torch: f.nan for f in FORMATS}
-
-
-def one_nan(raw: np.ndarray, fp8: Format) -> np.ndarray:
-    """As `bytes_of`, for bytes of the oracle."""
-    return np.where(np.isnan(oracle.value(raw, fp8)), fp8.nan, raw).astype(np.uint8)
-
-
 def scalar(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float32)
 
@@ -75,7 +60,7 @@ def test_every_16_bit_value_rounds_as_exact_arithmetic_says(
     fp8: Format, dtype: torch.dtype
 ) -> None:
     x = every_pattern(dtype)
-    got = bytes_of(numerics.quantize(x, scalar(1.0), fp8.torch))
+    got = oracle.bytes_of(numerics.quantize(x, scalar(1.0), fp8.torch))
     exact = [oracle.quantize_exact(v, 1.0, fp8) for v in x.float().tolist()]
     assert np.array_equal(got, np.array(exact, np.uint8))
 
@@ -87,8 +72,8 @@ def test_every_16_bit_value_rounds_as_exact_arithmetic_says(
 )
 def test_every_16_bit_value_at_other_scales(fp8: Format, dtype: torch.dtype, scale: float) -> None:
     x = every_pattern(dtype)
-    got = bytes_of(numerics.quantize(x, scalar(scale), fp8.torch))
-    assert np.array_equal(got, one_nan(oracle.cast(oracle.numpy(x), scale, fp8), fp8))
+    got = oracle.bytes_of(numerics.quantize(x, scalar(scale), fp8.torch))
+    assert np.array_equal(got, oracle.one_nan(oracle.cast(oracle.numpy(x), scale, fp8), fp8))
 
 
 @formats
@@ -103,7 +88,7 @@ def test_every_16_bit_value_at_other_scales(fp8: Format, dtype: torch.dtype, sca
 def test_any_fp32_value_rounds_as_exact_arithmetic_says(
     fp8: Format, x: float, scale: float
 ) -> None:
-    got = bytes_of(numerics.quantize(torch.tensor([x]), scalar(scale), fp8.torch))
+    got = oracle.bytes_of(numerics.quantize(torch.tensor([x]), scalar(scale), fp8.torch))
     assert got[0] == oracle.quantize_exact(x, scale, fp8)
 
 
@@ -112,11 +97,13 @@ def test_every_tie_goes_to_even(fp8: Format) -> None:
     pairs = list(zip(fp8.values, fp8.values[1:], strict=False))
     middles = torch.tensor([float((a + b) / 2) for a, b in pairs])
     for x in (middles, -middles):
-        got = bytes_of(numerics.quantize(x, scalar(1.0), fp8.torch)) & 0x7F
+        got = oracle.bytes_of(numerics.quantize(x, scalar(1.0), fp8.torch)) & 0x7F
         even = [i if i % 2 == 0 else i + 1 for i in range(len(pairs))]
         assert got.tolist() == even
-    up = bytes_of(numerics.quantize(middles.nextafter(scalar(INF)), scalar(1.0), fp8.torch))
-    down = bytes_of(numerics.quantize(middles.nextafter(scalar(0.0)), scalar(1.0), fp8.torch))
+    up = oracle.bytes_of(numerics.quantize(middles.nextafter(scalar(INF)), scalar(1.0), fp8.torch))
+    down = oracle.bytes_of(
+        numerics.quantize(middles.nextafter(scalar(0.0)), scalar(1.0), fp8.torch)
+    )
     assert up.tolist() == list(range(1, len(fp8.values)))
     assert down.tolist() == list(range(len(pairs)))
 
@@ -143,8 +130,8 @@ def test_tensors_equal_ml_dtypes(case: TensorCase, dtype: torch.dtype, fp8: Form
     scale = numerics.scale_from_amax(live, fp8.largest)
     assert np.array_equal(scale.numpy(), oracle.live_scale(live.numpy(), fp8.largest))
     out = numerics.quantize(x, scale, fp8.torch)
-    expected = one_nan(oracle.cast(oracle.numpy(x), scale.item(), fp8), fp8)
-    assert np.array_equal(bytes_of(out), expected)
+    expected = oracle.one_nan(oracle.cast(oracle.numpy(x), scale.item(), fp8), fp8)
+    assert np.array_equal(oracle.bytes_of(out), expected)
     back = numerics.dequantize(out, scale.reciprocal()).numpy()
     inverse = np.float32(1) / scale.numpy()
     values = oracle.value(expected, fp8).astype(np.float32) * inverse
@@ -219,81 +206,6 @@ def test_counts_at_the_edges() -> None:
     y = torch.tensor([61440.0, 61441.0, -70000.0, 2**-17, 2**-17 * 1.01])
     y_fp8 = numerics.quantize(y, scalar(1.0), numerics.E5M2)
     assert numerics.counts(y, scalar(1.0), y_fp8).tolist() == [2, 1, 0, 5]
-
-
-# -- one scale a row or a block -------------------------------------------------------------------
-
-
-@formats
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", params(TENSORS))
-def test_rowwise_is_one_cast_a_row(case: TensorCase, dtype: torch.dtype, fp8: Format) -> None:
-    x = case.build(dtype)
-    x_fp8, scale = numerics.quantize_rowwise(x, fp8.torch, float(fp8.largest))
-    assert scale.shape == (x.shape[0], 1)
-    values, got = oracle.numpy(x), bytes_of(x_fp8)
-    for i, row in enumerate(values):
-        expected = oracle.live_scale(oracle.amax(row), fp8.largest)
-        assert scale[i, 0].item() == expected
-        assert np.array_equal(got[i], one_nan(oracle.cast(row, expected, fp8), fp8))
-
-
-@formats
-@pytest.mark.parametrize("block", [(1, 128), (128, 128), (3, 16)], ids=str)
-@pytest.mark.parametrize(
-    "case",
-    params(
-        c
-        for c in TENSORS
-        if c.name
-        in ("129x257 1x1 128x128 3x7 wide transposed one_outlier zeros inf_and_nan tinier".split())
-    ),
-)
-def test_blockwise_is_one_cast_a_block(
-    case: TensorCase, block: tuple[int, int], fp8: Format
-) -> None:
-    x = case.build(torch.bfloat16)
-    x_fp8, inverse = numerics.quantize_blockwise(x, fp8.torch, block)
-    expected, expected_inverse = oracle.blockwise(oracle.numpy(x), block, fp8)
-    assert np.array_equal(bytes_of(x_fp8), one_nan(expected, fp8))
-    assert np.array_equal(inverse.numpy(), expected_inverse)
-
-
-MX = {
-    "normal": torch.randn(5, 64, generator=torch.Generator().manual_seed(0)),
-    "powers": torch.exp2(torch.arange(-126.0, 128).repeat_interleave(32)).reshape(-1, 32),
-    "exactly_full": torch.tensor([448.0, 896.0, 57344.0, 449.0]).repeat_interleave(32).view(4, 32),
-    "tiny": torch.randn(3, 32, generator=torch.Generator().manual_seed(1)) * 2.0**-130,
-    "zeros": torch.zeros(2, 64),
-    "largest": torch.full((1, 32), numerics.FP32_MAX),
-    "signed_zeros": torch.full((1, 32), -0.0),
-    "not_finite": torch.cat([torch.full((1, 32), INF), torch.full((1, 32), NAN)], 1),
-}
-
-
-@formats
-@pytest.mark.parametrize("name", MX)
-def test_mxfp8_takes_the_least_power_that_does_not_clip(name: str, fp8: Format) -> None:
-    x = MX[name]
-    x_fp8, exponent = numerics.quantize_mxfp8(x, fp8.torch)
-    expected, expected_exponent = oracle.mxfp8(x.numpy(), fp8)
-    assert exponent.dtype == torch.uint8
-    assert np.array_equal(exponent.numpy(), expected_exponent)
-    assert np.array_equal(bytes_of(x_fp8), one_nan(expected, fp8))
-
-
-def test_mxfp8_block_with_one_inf_is_marked() -> None:
-    x = torch.ones(2, 32)
-    x[0, 3] = INF
-    x_fp8, exponent = numerics.quantize_mxfp8(x)
-    assert exponent[:, 0].tolist() == [255, int(exponent[1, 0])]
-    assert int(exponent[1, 0]) == 127 - 8  # 1 / 448 rounds up to 2^-8
-    assert x_fp8[0, 3].isnan()
-
-
-def test_mxfp8_refuses_a_ragged_block() -> None:
-    with pytest.raises(ValueError, match="K=33 is not a multiple of 32"):
-        numerics.quantize_mxfp8(torch.zeros(2, 33))
 
 
 # -- delayed scaling against a loop ---------------------------------------------------------------
