@@ -24,9 +24,9 @@ _PUBLIC = {
     "RecipeError": "fp8patch.errors",
     "autocast": "fp8patch.amp",
     "convert_model": "fp8patch.convert",
-    "invalidate": "fp8patch.scaling",
+    "invalidate": "fp8patch.inspection",
     "load": "fp8patch.checkpoint",
-    "metrics": "fp8patch.scaling",
+    "metrics": "fp8patch.inspection",
     "plan_model": "fp8patch.plan",
     "revert_model": "fp8patch.convert",
     "save": "fp8patch.checkpoint",
@@ -66,12 +66,12 @@ if TYPE_CHECKING:
         PlanError,
         RecipeError,
     )
+    from fp8patch.inspection import invalidate, metrics
     from fp8patch.modules.conv1d import Float8Conv1D
     from fp8patch.modules.linear import Float8Linear
     from fp8patch.modules.norm import Float8LayerNorm
     from fp8patch.plan import plan_model
     from fp8patch.recipe import Recipe
-    from fp8patch.scaling import invalidate, metrics
 
 
 def __getattr__(name: str) -> object:

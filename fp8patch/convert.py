@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from fp8patch.amp import unwatch_root, watch_root
+from fp8patch.checkpoint_hooks import install
 from fp8patch.errors import ConversionError
 from fp8patch.modules import linear, norm  # noqa: F401  (registers the classes)
 from fp8patch.modules.base import Float8Module, attach, detach, float8_class
@@ -68,6 +69,7 @@ def convert_model(
     for decision in decisions:
         _convert(_submodule(model, decision), decision.path, bank, extra_state)
     model.__dict__["_fp8_plan"] = plan
+    install()
     parts: list[nn.Module] = [model, *_large_children(model)]
     for part in parts:
         if not isinstance(part, Float8Module):

@@ -1,0 +1,279 @@
+"""Between a live converted model and its sidecar: take a snapshot, put one back.
+
+The converted part is the module that `convert_model` was called on. It may sit inside the model
+that is saved: in a wrapper (DDP, a compiled module, PEFT), or as one encoder of several.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fp8patch import messages
+from fp8patch.checkpoint_sidecar import (
+    BankMeta,
+    Sidecar,
+    fingerprint,
+    has_sidecar,
+    read_sidecar,
+    remove_sidecar,
+    write_sidecar,
+)
+from fp8patch.errors import CheckpointError
+from fp8patch.modules.base import Float8Module
+from fp8patch.plan import Plan
+from fp8patch.scaling import Bank
+from fp8patch.slots import WEIGHT
+
+__all__ = [
+    "Converted",
+    "another_model",
+    "find_converted",
+    "restore",
+    "restore_from",
+    "save_beside",
+    "stored_plan",
+    "unwrap",
+]
+
+# A scale made under one value of these means nothing under another.
+_SCALE_FIELDS = ("scaling", "fp8_format", "margin")
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """The converted part of a model. `path` is its place in the unwrapped model, "" for all."""
+
+    path: str
+    module: nn.Module
+    plan: Plan
+    bank: Bank
+
+    def gemms(self) -> dict[str, Any]:
+        """{path in the plan: converted GEMM module}, wherever a wrapper has put it since."""
+        return {
+            module._fp8_path: module
+            for module in self.module.modules()
+            if isinstance(module, Float8Module) and module._fp8_bank is self.bank
+        }
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DDP, FSDP and `torch.compile` wrappers, whose names no plan knows."""
+    while True:
+        inner = model._modules.get("_orig_mod")
+        if inner is None and type(model).__module__.startswith("torch.nn.parallel"):
+            inner = model._modules.get("module")
+        if inner is None and type(model).__module__.startswith("torch.distributed"):
+            inner = model._modules.get("module") or model._modules.get("_fsdp_wrapped_module")
+        if inner is None:
+            return model
+        model = inner
+
+
+def find_converted(model: nn.Module) -> Converted | None:
+    """The part of `model` that was converted, or None.
+
+    Says so where there are several: only the first has its state saved.
+    """
+    model = unwrap(model)
+    found = [(path, m) for path, m in model.named_modules() if "_fp8_plan" in vars(m)]
+    if not found:
+        return None
+    if len(found) > 1:
+        others = ", ".join(path or "(root)" for path, _ in found[1:])
+        messages.once(
+            f"several converted parts {id(model)}",
+            f"{type(model).__name__} was converted in {len(found)} parts. FP8 state is saved and "
+            f"restored for {found[0][0] or '(root)'} alone, not for {others}: convert the whole "
+            "model in one call (only=[...] selects parts).",
+        )
+    path, module = found[0]
+    attributes = vars(module)
+    return Converted(path, module, attributes["_fp8_plan"], attributes["_fp8_bank"])
+
+
+# -- saving ---------------------------------------------------------------------------------------
+
+
+def save_beside(model: nn.Module, directory: str | Path, *, index: int = 0) -> bool:
+    """Write the sidecar of `model` into `directory`, where its weights were just saved.
+
+    For a model that is not converted, remove one that an earlier save has left, and say so.
+    Returns whether there is a sidecar now.
+
+    Raises:
+        CheckpointError: It can't be written; an older one is untouched then.
+    """
+    converted = find_converted(model)
+    if converted is not None:
+        _write(converted, directory, index)
+        return True
+    if any(isinstance(module, Float8Module) for module in model.modules()):
+        messages.warn(
+            f"{directory}: {type(model).__name__} is a part of a converted model, so its FP8 state "
+            "is not saved beside it. Save the whole model, or revert and convert this part."
+        )
+    if remove_sidecar(directory, index):
+        messages.note(
+            f"{directory}: removed the FP8 state of an earlier save: the model just saved there "
+            "is not that one."
+        )
+    return False
+
+
+def _write(converted: Converted, directory: str | Path, index: int) -> None:
+    bank, gemms = converted.bank, converted.gemms()
+    bank.settle()
+    prints = {path: _fingerprint(module.weight) for path, module in gemms.items()}
+    write_sidecar(
+        directory,
+        converted.plan.to_dict(),
+        BankMeta(
+            siblings=bank.siblings,
+            low_precision_norms=tuple(sorted(bank.low_precision_norms)),
+            observed=bank.observed,
+            stepped=bank.stepped,
+            backward_finished=bank.backward_finished,
+            optimizer_seen=bank.optimizer_seen,
+        ),
+        dict(bank.state()),
+        {path: value for path, value in prints.items() if value is not None},
+        root=converted.path,
+        extra_state=any(module._fp8_extra_state for module in gemms.values()),
+        index=index,
+    )
+
+
+def _fingerprint(weight: Any) -> str | None:
+    """None for a weight of which this process holds a part (FSDP) or nothing (offloaded)."""
+    if weight.device.type == "meta" or hasattr(weight, "full_tensor") or weight.dim() != 2:
+        return None
+    return fingerprint(weight)
+
+
+# -- loading --------------------------------------------------------------------------------------
+
+
+def restore_from(model: nn.Module, directory: str | Path, *, index: int = 0) -> bool:
+    """Restore FP8 state from `directory`, from where weights were just loaded into `model`.
+
+    Returns whether there was any; says so where that must be a surprise.
+
+    Raises:
+        CheckpointError: The sidecar can't be read, or is of another model.
+    """
+    converted = find_converted(model)
+    if not has_sidecar(directory, index):
+        if converted is not None:
+            messages.note(
+                f"{directory}: the weights were saved without FP8 state, so scales start anew."
+            )
+        return False
+    if converted is None:
+        messages.note(
+            f"{directory}: holds FP8 state, and the model that loads it is not converted: ignored. "
+            "Call fp8patch.convert_model(model) before loading to go on in FP8."
+        )
+        return False
+    restore(converted, read_sidecar(directory, index=index))
+    return True
+
+
+def restore(converted: Converted, sidecar: Sidecar) -> None:
+    """Put a sidecar's state into the bank, bit for bit, as far as it fits.
+
+    Where a weight is not the one whose fingerprint was saved, its slot starts anew; where the
+    recipe scales differently, all slots do. Either is said in one line.
+
+    Raises:
+        CheckpointError: The sidecar is of another model.
+    """
+    bank, gemms = converted.bank, converted.gemms()
+    plan = stored_plan(sidecar)
+    paths = {d.path for d in plan.converted() if d.kind != "norm"}
+    known = {d.path for d in converted.plan.decisions} | set(gemms)
+    strange = sorted(path for path in paths if path not in known)
+    if strange:
+        raise another_model(sidecar, f"it names {strange[0]!r}, which this model does not have")
+    _check_shapes(gemms, sidecar)
+    if unlike := [n for n in _SCALE_FIELDS if getattr(plan.recipe, n) != getattr(bank.recipe, n)]:
+        messages.note(
+            f"{sidecar.path}: not restored: it was saved with {_values(plan.recipe, unlike)}, and "
+            f"the model is converted with {_values(bank.recipe, unlike)}. Scales start anew."
+        )
+        return
+    if paths != set(bank.paths):
+        messages.note(
+            f"{sidecar.path}: holds {len(paths)} converted modules, and the model has "
+            f"{len(bank.paths)}: those in both are restored."
+        )
+    changed = _changed(gemms, sidecar)
+    ours = set(bank.paths)
+    meta, siblings = sidecar.bank, sidecar.bank.siblings
+    bank.siblings = {p: leader for p, leader in siblings.items() if {p, leader} <= ours}
+    bank.low_precision_norms = set(meta.low_precision_norms) & set(bank.norms)
+    bank.observation, bank.observed = None, meta.observed
+    bank.stepped, bank.backward_finished = meta.stepped, meta.backward_finished
+    bank.optimizer_seen = meta.optimizer_seen
+    bank.restore(
+        {
+            (path, role): state
+            for (path, role), state in sidecar.state.items()
+            if path in ours and not (role == WEIGHT and path in changed)
+        }
+    )
+    if changed:
+        messages.note(
+            f"{sidecar.path}: {len(changed)} of {len(gemms)} weights are not those it was saved "
+            f"with ({changed[0]}, for one). Their scales are set anew from the live weights; those "
+            "of activations and gradients are kept."
+        )
+
+
+def stored_plan(sidecar: Sidecar) -> Plan:
+    """The plan of a sidecar.
+
+    Raises:
+        CheckpointError: It is none.
+    """
+    try:
+        return Plan.from_dict(sidecar.plan)
+    except Exception as error:  # PlanError, RecipeError; a list where a dict is due
+        raise CheckpointError(
+            f"{sidecar.path}: corrupt, or written by a fp8patch that knew more (it was "
+            f"{sidecar.version}): {error}"
+        ) from None
+
+
+def _check_shapes(gemms: dict[str, Any], sidecar: Sidecar) -> None:
+    for path, module in gemms.items():
+        saved = sidecar.fingerprint.get(path)
+        if saved is not None and _fingerprint(module.weight) is not None:
+            shape = saved[saved.find("[") : saved.find("]") + 1]
+            if shape != str(list(module.weight.shape)):
+                raise another_model(
+                    sidecar, f"{path} had shape {shape}, and has {list(module.weight.shape)}"
+                )
+
+
+def another_model(sidecar: Sidecar, why: str) -> CheckpointError:
+    """What to raise for a sidecar that can't belong to the model."""
+    return CheckpointError(
+        f"{sidecar.path}: belongs to another model: {why}. Load the directory whose weights it was "
+        "saved with; or delete it, and convert the plain model anew."
+    )
+
+
+def _changed(gemms: dict[str, Any], sidecar: Sidecar) -> list[str]:
+    changed = []
+    for path, module in gemms.items():
+        saved, live = sidecar.fingerprint.get(path), _fingerprint(module.weight)
+        if saved is not None and live is not None and saved != live:
+            changed.append(path)
+    return changed
+
+
+def _values(recipe: Any, names: list[str]) -> str:
+    return ", ".join(f"{name}={getattr(recipe, name)!r}" for name in names)
