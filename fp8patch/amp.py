@@ -343,7 +343,7 @@ def _reopen(bank: "weakref.ref[Bank]", region: Region, grad: Tensor) -> None:
 def _finish_backward(previous: Region | None) -> None:
     _set(previous)
     for bank in list(_in_backward):
-        bank.backward_finished = True
+        bank.saw_backward()
     _in_backward.clear()
 
 

@@ -53,10 +53,16 @@ class Bank:
         self.siblings: dict[str, str] = {}
         # Norms that may write the autocast dtype, because only GEMMs read them.
         self.low_precision_norms: set[str] = set()
+        # Modules whose weight was observed since the last update: once is enough.
+        self.weights_seen: set[str] = set()
         self.observed = False
         self.stepped = False
         self.optimizer_seen = False
         self.backward_finished = False
+        # Backward passes since the last optimizer step, and in the one before it.
+        self.backwards, self.backwards_a_step = 0, 1
+        # A copy: whatever optimizer the original has, it is none of ours.
+        self.copied = False
         self._reset()
 
     def _reset(self) -> None:
@@ -80,8 +86,9 @@ class Bank:
 
     def __getstate__(self) -> dict[str, Any]:
         keep = ("recipe", "paths", "norms", "siblings", "low_precision_norms", "observed")
-        flags = ("stepped", "optimizer_seen", "backward_finished")
-        state = {name: getattr(self, name) for name in (*keep, *flags)}
+        flags = ("stepped", "optimizer_seen", "backward_finished", "weights_seen")
+        counts = ("backwards", "backwards_a_step", "copied")
+        state = {name: getattr(self, name) for name in (*keep, *flags, *counts)}
         return {**state, "slots": dict(self.state())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -89,6 +96,7 @@ class Bank:
         self.__dict__.update(state)
         self._reset()
         self._saved = dict(saved)
+        self.copied = True
 
     # -- modules and their slots ----------------------------------------------------------------
 
@@ -159,14 +167,35 @@ class Bank:
         """The state of one slot, as a copy on the CPU."""
         if (path, role) in self._saved:
             return self._saved[(path, role)]
+        home = self._home_of(path, role)
+        return _NEVER_SET if home is None else self._slots[home].read(self._rows[path] + role)
+
+    def _home_of(self, path: str, role: int) -> torch.device | None:
         home = self._home.get(path)
         if home is None and role == INPUT:
             # An unbound leader's slot lives where its siblings are.
             shared = (self._home.get(p) for p, leader in self.siblings.items() if leader == path)
             home = next((device for device in shared if device is not None), None)
-        if home is None:
-            return _NEVER_SET
-        return self._slots[home].read(self._rows[path] + role)
+        return home
+
+    def numbers(self) -> Iterator[tuple[str, int, list[float]]]:
+        """(path, role, [last amax, scale, *counts]) of every slot; siblings give their leader's.
+
+        One read a device, however many slots.
+        """
+        on_device = {device: slots.numbers() for device, slots in self._slots.items()}
+        for path in self.paths:
+            for role in range(len(ROLES)):
+                owner = self.siblings.get(path, path) if role == INPUT else path
+                device = None if (owner, role) in self._saved else self._home_of(owner, role)
+                if device is not None:
+                    yield path, role, on_device[device][self._rows[owner] + role]
+                else:
+                    state = self._saved.get((owner, role), _NEVER_SET)
+                    newest = state.history[-1:] if float(state.amax) == 0 else state.amax[None]
+                    amax = float(newest) if len(newest) else 0.0
+                    counts = [float(count) for count in state.counts]
+                    yield path, role, [amax, float(state.scale), *counts]
 
     def write(self, path: str, role: int, state: SlotState) -> None:
         """Replace the state of one slot."""
@@ -177,9 +206,13 @@ class Bank:
 
     def state(self) -> Iterator[tuple[tuple[str, int], SlotState]]:
         """((path, role), SlotState) of every slot that ever saw something."""
+        on_device = {device: slots.read_all() for device, slots in self._slots.items()}
         for path in self.paths:
             for role in range(len(ROLES)):
-                state = self.read(path, role)
+                device = None if (path, role) in self._saved else self._home_of(path, role)
+                state = self._saved.get((path, role), _NEVER_SET)
+                if device is not None:
+                    state = on_device[device][self._rows[path] + role]
                 shared = role == INPUT and path in self.siblings
                 if not shared and (len(state.history) or bool(state.counts.any())):
                     yield (path, role), state
@@ -190,9 +223,18 @@ class Bank:
             for role in range(len(ROLES)):
                 self.write(path, role, state.get((path, role), _NEVER_SET))
         self.mark_norms()
+        self.weights_seen = {p for (p, role), s in state.items() if role == WEIGHT and s.amax > 0}
         for module in self.members():
-            module._fp8_weight_stale = True
-            self._hand_out(module, self._slots[module._fp8_device])
+            leader, slots = self.siblings.get(module._fp8_path), self._slots[module._fp8_device]
+            if leader is not None and leader not in self._home and (leader, INPUT) in self._saved:
+                slots.write(self._rows[leader] + INPUT, self._saved.pop((leader, INPUT)))
+            module._fp8_weight_stale, module._fp8_weight_key = True, None
+            self._hand_out(module, slots)
+
+    def settle(self) -> None:
+        """Act on the first step if it is over: the next update would, a save can't wait for it."""
+        if self.observation is not None and self.due:
+            self._finish_observation(self.observation)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -202,15 +244,27 @@ class Bank:
         for module in self.members():
             if id(module.weight) in owned:
                 module._fp8_weight_owned = module._fp8_weight_stale = ours = True
+                module._fp8_weight_key = None
         if not ours:
             ours = any(id(p) in owned for part in list(self._parts) for p in part.parameters())
         if ours:
             self.stepped = self.optimizer_seen = True
+            self.backwards_a_step, self.backwards, self.copied = max(self.backwards, 1), 0, False
+
+    def saw_backward(self) -> None:
+        """A backward through these modules has finished."""
+        self.backward_finished = True
+        self.backwards += 1
 
     @property
     def due(self) -> bool:
         """Has a step passed since the last update?"""
-        return self.stepped or (self.backward_finished and not self.optimizer_seen)
+        # Until a copy meets its optimizer, a step is as many backward passes as the original's
+        # were: it may be trained without any, and its scales must not stand still for that.
+        unseen = not self.optimizer_seen or (
+            self.copied and self.backwards >= self.backwards_a_step
+        )
+        return self.stepped or (self.backward_finished and unseen)
 
     def enter(self, entry: int, training: bool, group: Any = None) -> None:
         """An outermost forward begins (`entry` numbers them): move if a step has passed."""
@@ -234,7 +288,20 @@ class Bank:
                 _reduce_max(slots.pending, group)
         for slots in self._slots.values():
             slots.update()
+        self._roll_saved()
+        self.weights_seen.clear()
         self.stepped = self.backward_finished = False
+        self.backwards = 0
+
+    def _roll_saved(self) -> None:
+        """Update what is no module's yet: after a copy, a module is bound at its first use."""
+        if not any(float(state.amax) > 0 for state in self._saved.values()):
+            return
+        slots = Slots(3 * len(self.paths), self.recipe, torch.device("cpu"))
+        for (path, role), state in self._saved.items():
+            slots.write(self._rows[path] + role, state)
+        slots.update()
+        self._saved = {key: slots.read(self._rows[key[0]] + key[1]) for key in self._saved}
 
     def _finish_observation(self, observation: Observation) -> None:
         self.observation, self.observed = None, True

@@ -125,16 +125,31 @@ class Slots:
 
     def read(self, row: int) -> SlotState:
         """A copy of one row, on the CPU."""
-        count = int(self._cursor[row])
-        length = self._history.shape[1]
-        ring = self._history[row].cpu()
-        history = ring[:count] if count <= length else torch.roll(ring, -(count % length))
-        return SlotState(
-            history.clone(),
-            self._scale[row, 0].cpu().clone(),
-            self._amax[row, 0].cpu().clone(),
-            self._counts[row].cpu().clone(),
-        )
+        return self._read(row, row + 1)[0]
+
+    def read_all(self) -> list[SlotState]:
+        """A copy of every row, on the CPU: a read a tensor instead of four a slot."""
+        return self._read(0, len(self._views))
+
+    def _read(self, start: int, stop: int) -> list[SlotState]:
+        tensors = (self._history, self._scale[:, 0], self._amax[:, 0], self._counts, self._cursor)
+        histories, *rest = (tensor[start:stop].cpu() for tensor in tensors)
+        length = histories.shape[1]
+        states = []
+        for ring, scale, amax, counts, cursor in zip(histories, *rest, strict=True):
+            count = int(cursor)
+            history = ring[:count] if count <= length else torch.roll(ring, -(count % length))
+            states.append(SlotState(*(t.clone() for t in (history, scale, amax, counts))))
+        return states
+
+    def numbers(self) -> list[list[float]]:
+        """[last amax, scale, *counts] of every row, in one read of the device."""
+        place = (self._cursor - 1).clamp(min=0) % self._history.shape[1]
+        last = self._history.gather(1, place.unsqueeze(1))
+        amax = torch.where(self._amax[:, :1] > 0, self._amax[:, :1], last)
+        columns = (amax.double(), self._scale[:, :1].double(), self._counts.double())
+        numbers: list[list[float]] = torch.cat(columns, 1).tolist()
+        return numbers
 
     def write(self, row: int, state: SlotState) -> None:
         """Set one row. A history longer than the recipe's keeps its newest part."""

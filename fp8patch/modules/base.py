@@ -87,7 +87,7 @@ class Float8Module(nn.Module):
     ) -> None:
         packed = state_dict.pop(prefix + _EXTRA, None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        self._fp8_weight_stale = True
+        self._fp8_weight_stale, self._fp8_weight_key = True, None
         if packed is not None:
             unpack_state(self, packed)
 
@@ -279,15 +279,24 @@ def prepare(module: Any, observe: bool, calibrating: bool = False) -> None:
     # been changed through `.data`, which moves no version counter: it is good for one outermost
     # entry.
     current = (weakref.ref(weight), weight.data_ptr(), weight._version)
+    stale = module._fp8_weight_stale
+    trusted = module._fp8_weight_owned and not stale
     if (
-        module._fp8_weight_stale
-        or key is None
+        key is None
         or key[:3] != current
-        or not (module._fp8_weight_owned or key[3] == bank.entry)
+        or (stale and observe)
+        or not (trusted or key[3] == bank.entry)
     ):
-        _quantize_weight(module, weight, observe, calibrating)
+        # Observed once between two updates, so that what is counted does not depend on how often
+        # the cast had to be repeated (more often before the optimizer is known: after a resume).
+        first = observe and module._fp8_path not in bank.weights_seen
+        _quantize_weight(module, weight, first, calibrating)
+        if first:
+            bank.weights_seen.add(module._fp8_path)
         module._fp8_weight_key = (*current, bank.entry)
-        module._fp8_weight_stale = False
+        # An evaluation between two steps observes nothing and uses the scales of the last one: the
+        # next training forward has yet to see this weight.
+        module._fp8_weight_stale = not observe
 
 
 # Tensors born under inference_mode could not be saved for a later backward.
@@ -333,7 +342,8 @@ def pack_state(module: Any) -> Tensor:
     bank: Bank = module._fp8_bank
     values = [float(bank.due)]
     for role in (INPUT, WEIGHT, GRAD_OUTPUT):
-        state = bank.read(module._fp8_path, role)
+        path = module._fp8_path
+        state = bank.read(bank.siblings.get(path, path) if role == INPUT else path, role)
         values += [float(state.scale), float(state.amax), len(state.history)]
         values += [float(count) for count in state.counts] + state.history.double().tolist()
     return torch.tensor(values, dtype=torch.float64)
