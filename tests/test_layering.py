@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "fp8patch"
 # entry (a folder, a pattern) import each other freely, as long as nothing goes round in a circle.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors.py", "messages.py"),
-    ("hardware.py", "recipe.py", "numerics.py", "roofline.py"),
+    ("hardware.py", "recipe.py", "numerics.py", "roofline.py", "train_options.py"),
     ("ops/*",),
     ("slots.py", "observation.py", "scaling.py", "amp.py"),
     ("modules/*",),
@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "inject.py",
         "demo.py",
     ),
-    ("launch.py", "cli/*"),
+    ("bootstrap/*", "launch_*.py", "launch.py", "cli/*"),
     ("__init__.py", "__main__.py"),
 )
 
@@ -67,8 +67,12 @@ WITHOUT_TORCH = (
     "hardware.py",
     "recipe.py",
     "roofline.py",
+    "train_options.py",
+    "bootstrap/sitecustomize.py",
+    "launch_signals.py",
     "launch.py",
     "cli/__init__.py",
+    "cli/train.py",
     "__init__.py",
 )
 
