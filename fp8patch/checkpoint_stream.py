@@ -21,11 +21,11 @@ from fp8patch.plan_types import GEMM_KINDS
 from fp8patch.recipe import Recipe
 from fp8patch.slots import WEIGHT
 
-__all__ = ["Converted", "convert_directory", "revert_directory"]
+__all__ = ["ConvertedDirectory", "convert_directory", "revert_directory"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Converted:
+class ConvertedDirectory:
     """What `convert_directory` wrote.
 
     Attributes:
@@ -56,7 +56,7 @@ def convert_directory(
     force: bool = False,
     calibrate: Callable[[Path], None] | None = None,
     progress: Progress | None = None,
-) -> Converted:
+) -> ConvertedDirectory:
     """Write `out`: the files of the model directory `source` unchanged, plus a sidecar.
 
     `out` appears when it is complete, or not at all, however the process ends. Peak memory is far
@@ -110,7 +110,7 @@ def convert_directory(
             calibrate(work)
     scaled = tuple(path for path, _ in scan.states)
     unset = tuple(d.path for d in gemms if (d.path, WEIGHT) not in scan.states)
-    return Converted(out=out, plan=plan, scaled=scaled, unset=unset)
+    return ConvertedDirectory(out=out, plan=plan, scaled=scaled, unset=unset)
 
 
 def revert_directory(

@@ -38,11 +38,9 @@ class StoredTensors:
         self._file = {key: file for file in files for key in file.shapes}
         self.files = [file.path for file in files]
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._file
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        return self._file[key].shapes[key]
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor, by name."""
+        return {key: file.shapes[key] for key, file in self._file.items()}
 
     def pieces(self, key: str) -> Iterator[Tensor]:
         """The tensor in groups of rows of about `PIECE_BYTES`, top to bottom, in its own dtype.

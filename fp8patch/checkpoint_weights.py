@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,15 +56,16 @@ def scan_weights(
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    base = getattr(model, "base_model_prefix", "")
+    shapes = stored.shapes()
+    keys = _stored_names(model, shapes)
     for done, decision in enumerate(decisions, start=1):
         path = decision.path
         weight = model.get_parameter(f"{path}.weight" if path else "weight")
-        key = _key(names[id(weight)], base, stored)
+        key = next((keys[name] for name in names[id(weight)] if name in keys), None)
         if key is None:
             scan.not_found.append(path)
         else:
-            _check_shape(key, stored, weight)
+            _check_shape(key, shapes[key], weight)
             amax = _amax(key, stored)
             state = weight_state(amax, recipe)
             scan.fingerprints[path] = stored.fingerprint(key)
@@ -91,21 +93,43 @@ def weight_state(amax: Tensor, recipe: Recipe) -> SlotState | None:
     )
 
 
-def _key(names: Iterable[str], base: str, stored: StoredTensors) -> str | None:
-    """Under which name the tensor is stored. A base model is saved without the prefix that its
-    weights have inside a model with a head, and either can be loaded from the other's files."""
-    for name in names:
-        for key in (name, f"{base}.{name}", name.removeprefix(f"{base}.")):
-            if key in stored:
-                return key
-    return None
+def _stored_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
+    """{name in `model`: key under which exactly this tensor is stored}.
+
+    Old checkpoints go by old names, and `save_pretrained` writes the old ones: transformers has a
+    table for each architecture. What it merges, splits or turns while loading is left out.
+    """
+    keys = sorted(stored)
+    base = getattr(model, "base_model_prefix", "")
+    try:
+        from transformers import conversion_mapping, core_model_loading
+
+        mapping: Any = conversion_mapping
+        loading: Any = core_model_loading
+        table = mapping.get_model_conversion_mapping(model)
+        renamings = [step for step in table if isinstance(step, loading.WeightRenaming)]
+        converters = [step for step in table if isinstance(step, loading.WeightConverter)]
+        skeleton = model.state_dict()
+        renamed = [
+            (*loading.rename_source_key(key, renamings, converters, base, skeleton), key)
+            for key in keys
+        ]
+        return {name: key for name, changed_by, key in renamed if changed_by is None}
+    except Exception:
+        # No public interface: it may look otherwise in another version, and does for a model that
+        # is not a transformers one. Then names count as they are.
+        return {
+            name: key
+            for key in keys
+            for name in (f"{base}.{key}", key.removeprefix(f"{base}."), key)
+        }
 
 
-def _check_shape(key: str, stored: StoredTensors, weight: Tensor) -> None:
-    if stored.shape(key) != tuple(weight.shape):
+def _check_shape(key: str, shape: tuple[int, ...], weight: Tensor) -> None:
+    if shape != tuple(weight.shape):
         raise CheckpointError(
-            f"{key} is stored as {list(stored.shape(key))}, and config.json makes it "
-            f"{list(weight.shape)}: the two are not of one model."
+            f"{key} is stored as {list(shape)}, and config.json makes it {list(weight.shape)}: the "
+            "two are not of one model."
         )
 
 
