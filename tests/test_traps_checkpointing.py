@@ -1,6 +1,5 @@
 """Gradient checkpointing: recomputation sees what the first pass saw, to the last bit."""
 
-import warnings
 from typing import Any
 
 import pytest
@@ -31,6 +30,9 @@ from trap_models import (
 import fp8patch
 from fp8patch import amp
 
+# Renamed in transformers 5.24; scripts use the old name, and every version has it.
+pytestmark = pytest.mark.filterwarnings("ignore:.*will be removed in v6:FutureWarning")
+
 
 class Checkpointed(Blocks):
     """`Blocks` that recompute."""
@@ -49,13 +51,6 @@ def checkpointed(reentrant: bool, **kwargs: Any) -> Any:
     model = seeded(lambda: Checkpointed(**kwargs))
     model.reentrant = reentrant
     return model
-
-
-def enable(model: Any, reentrant: bool) -> None:
-    with warnings.catch_warnings():
-        # Renamed in transformers 5.24; scripts use the old name, and it is in every version.
-        warnings.simplefilter("ignore", FutureWarning)
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
 
 
 def train(model: Any, inputs: list[Tensor], region: Any = fp8) -> list[Any]:
@@ -118,7 +113,7 @@ def test_llama(reentrant: bool, region: Any) -> None:
     inputs = [tokens(seed=seed) for seed in range(3)]
     plain = fp8patch.convert_model(llama())
     model = llama()
-    enable(model, reentrant)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     # Reentrant checkpointing needs an input that asks for gradients: frameworks do this.
     model.enable_input_require_grads()
     fp8patch.convert_model(model)
@@ -139,11 +134,9 @@ def test_enabled_after_conversion_and_between_steps(reentrant: bool) -> None:
     model, plain = fp8patch.convert_model(llama()), fp8patch.convert_model(llama())
     model.enable_input_require_grads()
     assert_equal_steps(train(model, inputs), train(plain, inputs))
-    enable(model, reentrant)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     assert_equal_steps(train(model, inputs), train(plain, inputs))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        model.gradient_checkpointing_disable()
+    model.gradient_checkpointing_disable()
     assert_equal_steps(train(model, inputs), train(plain, inputs))
 
 

@@ -280,7 +280,7 @@ def prepare(module: Any, observe: bool, calibrating: bool = False) -> None:
     # entry.
     current = (weakref.ref(weight), weight.data_ptr(), weight._version)
     stale = module._fp8_weight_stale
-    trusted = module._fp8_weight_owned and not stale
+    trusted = _is_watched(module) and not stale
     if (
         key is None
         or key[:3] != current
@@ -297,6 +297,13 @@ def prepare(module: Any, observe: bool, calibrating: bool = False) -> None:
         # An evaluation between two steps observes nothing and uses the scales of the last one: the
         # next training forward has yet to see this weight.
         module._fp8_weight_stale = not observe
+
+
+def _is_watched(module: Any) -> bool:
+    """Does whatever changes the weight announce it? A frozen one is changed by no optimizer, but
+    by an adapter that is merged into it.
+    """
+    return bool(module._fp8_weight_owned and module.weight.requires_grad)
 
 
 # Tensors born under inference_mode could not be saved for a later backward.
@@ -319,7 +326,7 @@ def _quantize_weight(module: Any, weight: Tensor, observe: bool, calibrating: bo
         transpose=True,
     )
     old: Quantized | None = module._fp8_weight_q
-    if old is None or not module._fp8_weight_owned or old.rows.shape != new.rows.shape:
+    if old is None or not _is_watched(module) or old.rows.shape != new.rows.shape:
         # Fresh tensors: a graph that is still to run backward may hold the old ones, and what it
         # holds is right (the weight may not even have changed).
         module._fp8_weight_q = new
