@@ -30,9 +30,11 @@ EXCEPTIONS: dict[str, dict[str, str]] = {}
 LEARNING_RATE = 1e-3
 # The first FP8 loss against the BF16 loss of the same weights, relative to max(loss, 1).
 LOSS_TOLERANCE = 0.02
-# CLIP multiplies its two cosines by 14.3 before the softmax, the rounding with them; AST's two
-# classes rest on the mean of two tokens.
-LOSS_TOLERANCES = {"ast": 0.05, "clip": 0.05}
+# CLIP multiplies its two cosines by 14.3 before the softmax, the rounding with them.
+LOSS_TOLERANCES = {"clip": 0.05}
+# Of all gradients together, relative to BF16's. Untrained losses hardly feel a wrong scale, this
+# does: the median is 0.07 and the largest 0.25; outputs twice too large give 0.73 in the median.
+GRADIENT_TOLERANCE = 0.35
 
 
 @contextmanager
@@ -99,6 +101,13 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def relative_error(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    """||ours - reference|| / ||reference||, over all tensors of two dicts with the same keys."""
+    assert ours.keys() == reference.keys()
+    wrong = sum(float((ours[name] - value).square().sum()) for name, value in reference.items())
+    return math.sqrt(wrong / sum(float(v.square().sum()) for v in reference.values()))
 
 
 def moved(before: dict[str, Tensor], model: nn.Module) -> set[str]:
@@ -174,9 +183,10 @@ def check_training(
     first = step(entry, model, optimizer, fp8(entry.name))
     tolerance = LOSS_TOLERANCES.get(entry.name, LOSS_TOLERANCE) * max(abs(stock.loss), 1.0)
     assert first == pytest.approx(stock.loss, abs=tolerance)
+    error = relative_error(gradients(model), stock.gradients)
     # Not the loss: behind a layer scale of 1e-6 (ConvNeXt) it is the same to the last bit.
-    same = [torch.equal(g, stock.gradients[name]) for name, g in gradients(model).items()]
-    assert not all(same), "every gradient is BF16's to the last bit: nothing ran in FP8"
+    assert error > 0, "every gradient is BF16's to the last bit: nothing ran in FP8"
+    assert error < GRADIENT_TOLERANCE
     assert math.isfinite(step(entry, model, optimizer, fp8(entry.name)))
     assert stock.moved - moved(before, model) == set()
 
@@ -227,6 +237,19 @@ def _no_progress_bars() -> None:
 def test_exceptions_name_what_exists() -> None:
     assert set(EXCEPTIONS) <= set(zoo.ENTRIES)
     assert {label for stages in EXCEPTIONS.values() for label in stages} <= set(STAGES)
+
+
+def test_a_listed_exception_has_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EXCEPTIONS, "bert", {"off": "a reason"})
+    with stage("bert", "off"):
+        raise AssertionError
+    with (
+        pytest.raises(pytest.fail.Exception, match="remove it from EXCEPTIONS"),
+        stage("bert", "off"),
+    ):
+        pass
+    with pytest.raises(AssertionError, match="not listed"), stage("bert", "reload"):
+        raise AssertionError("not listed")
 
 
 @pytest.mark.parametrize("name", zoo.ENTRIES)

@@ -12,6 +12,7 @@ from zoo_base import (
     image,
     lm,
     lm_padded,
+    same_class,
     seq2seq,
 )
 
@@ -62,12 +63,12 @@ def document() -> Inputs:
         "input_ids": ids(),
         "bbox": box,
         **image(),
-        "labels": ids(seed=2) % 2,
+        "labels": same_class(BATCH, TOKENS),
     }
 
 
 def replaced_tokens() -> Inputs:
-    return {"input_ids": ids(), "labels": ids(seed=2) % 2}
+    return {"input_ids": ids(), "labels": same_class(BATCH, TOKENS)}
 
 
 ENTRIES = (

@@ -1,7 +1,7 @@
 """Speech, text with images, and time series."""
 
 import torch
-from zoo_base import BATCH, IMAGE, TOKENS, Inputs, entry, ids, image, noise
+from zoo_base import BATCH, IMAGE, TOKENS, Inputs, entry, ids, image, noise, same_class
 from zoo_decoders import LLAMA
 from zoo_encoders import BART, BERT
 from zoo_vision import VIT
@@ -60,7 +60,7 @@ def filterbank_seq2seq() -> Inputs:
 
 
 def spectrogram() -> Inputs:
-    return {"input_values": noise(BATCH, 32, 16), "labels": torch.tensor([0, 1])}
+    return {"input_values": noise(BATCH, 32, 16), "labels": same_class()}
 
 
 def series() -> Inputs:

@@ -1,7 +1,7 @@
 """Image models. 32x32 pixels in patches of 8: 17 tokens with the class token."""
 
 import torch
-from zoo_base import BATCH, IMAGE, Inputs, classify_image, entry, image, noise
+from zoo_base import BATCH, IMAGE, Inputs, classify_image, entry, image, noise, same_class
 
 VIT = {
     "hidden_size": 64,
@@ -23,7 +23,7 @@ RESNET = {
 
 
 def classify_112() -> Inputs:
-    return {"pixel_values": noise(BATCH, 3, 112, 112), "labels": torch.tensor([0, 1])}
+    return {"pixel_values": noise(BATCH, 3, 112, 112), "labels": same_class()}
 
 
 def segment() -> Inputs:
@@ -40,7 +40,7 @@ def large_image() -> Inputs:
 
 
 def video() -> Inputs:
-    return {"pixel_values": noise(BATCH, 2, 3, IMAGE, IMAGE), "labels": torch.tensor([0, 1])}
+    return {"pixel_values": noise(BATCH, 2, 3, IMAGE, IMAGE), "labels": same_class()}
 
 
 ENTRIES = (
