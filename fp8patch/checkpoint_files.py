@@ -50,9 +50,7 @@ def check_target(source: Path, out: Path, *, force: bool) -> None:
     if not target.is_dir():
         raise CheckpointError(f"{out}: exists and is no directory. Name another.")
     if not force:
-        raise CheckpointError(
-            f"{out}: exists already. --force (force=True) replaces it once the new one is complete."
-        )
+        raise _exists(out)
     if any(target.iterdir()) and not any((target / mark).exists() for mark in _MARKS):
         raise CheckpointError(
             f"{out}: exists and is no model directory, so it is not replaced even with force. "
@@ -72,7 +70,8 @@ def staging(out: Path, *, force: bool) -> Iterator[Path]:
     work, lock = None, -1
     try:
         made = _make_parents(out.parent)
-        _sweep(out)
+        if _sweep(out) and not force:
+            raise _exists(out)
         work, lock = _locked_sibling(out)
         yield work
         _publish(work, out, force)
@@ -221,8 +220,15 @@ def _locked_sibling(out: Path) -> tuple[Path, int]:
     return work, -1 if lock is None else lock
 
 
-def _sweep(out: Path) -> None:
-    """Remove what dead processes have left beside `out`."""
+def _exists(out: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{out}: exists already. --force (force=True) replaces it once the new one is complete."
+    )
+
+
+def _sweep(out: Path) -> bool:
+    """Remove what dead processes have left beside `out`; returns whether that brought it back."""
+    restored = False
     for path in out.parent.iterdir():
         if not path.name.startswith(_prefix(out)):
             continue
@@ -233,11 +239,13 @@ def _sweep(out: Path) -> None:
             if path.name.startswith(_prefix(out) + "old-") and not out.exists():
                 # Killed between two renames: this is what `out` was.
                 os.rename(path, out)
+                restored = True
                 messages.note(f"{out}: put back as it was before a convert that was killed.")
             else:
                 shutil.rmtree(path, ignore_errors=True)
         finally:
             os.close(lock)
+    return restored
 
 
 def _publish(work: Path, out: Path, force: bool) -> None:

@@ -184,8 +184,9 @@ def _nothing_to_convert(plan: Plan, source: Path) -> str:
 def _report(scan: WeightScan, converted: int) -> None:
     if scan.not_found:
         messages.note(
-            f"{len(scan.not_found)} of {converted} weights are stored under names of their own "
-            f"({_some(scan.not_found)}): their scales are set on first use."
+            f"{len(scan.not_found)} of {converted} weights have no stored tensor of their own: "
+            f"absent, or merged or split while loading ({_some(scan.not_found)}). Their scales are "
+            "set on first use."
         )
     if scan.not_finite:
         messages.warn(

@@ -27,7 +27,7 @@ class WeightScan:
     Attributes:
         states: {(path, WEIGHT): SlotState}.
         fingerprints: {path: fingerprint of the stored weight}.
-        not_found: Paths whose weight goes by a name that no stored tensor has.
+        not_found: Paths of whose weight there is no stored tensor.
         not_finite: Paths whose weight holds inf or nan, so that it has no scale.
     """
 
