@@ -49,7 +49,7 @@ class Region:
         recipe: Overrides the precision of the GEMMs, nothing else.
         group: Process group over which pending amax are reduced.
         reopened: Backward is running; this is recomputation.
-        banks: Banks that calibration has written to.
+        banks: Banks that calibration has written to, in an order that is the same on every rank.
     """
 
     execution: Literal["fp8", "emulate", "observe"]
@@ -60,7 +60,7 @@ class Region:
     recipe: Recipe | None = None
     group: Any = None
     reopened: bool = False
-    banks: set[Bank] = field(default_factory=set, compare=False)
+    banks: dict[Bank, None] = field(default_factory=dict, compare=False)
 
 
 _region: Region | None = None
@@ -363,7 +363,7 @@ def enter_module(bank: Bank, region: Region) -> bool:
         _new_entry(training)
     bank.enter(_entry, training, region.group)
     if region.calibrating:
-        region.banks.add(bank)
+        region.banks[bank] = None
     return training or region.calibrating
 
 
