@@ -17,7 +17,7 @@ from fp8patch.checkpoint_hooks import install
 from fp8patch.errors import ConversionError
 from fp8patch.modules import linear, norm  # noqa: F401  (registers the classes)
 from fp8patch.modules.base import Float8Module, attach, detach, float8_class
-from fp8patch.plan import Decision, Plan, plan_model
+from fp8patch.plan import Decision, Plan, plan_model, stock_class
 from fp8patch.recipe import Recipe
 from fp8patch.scaling import Bank
 
@@ -84,8 +84,9 @@ def revert_model(model: _Model) -> _Model:
         unwatch_root(module)
         base = getattr(type(module), "_fp8_base", None)
         if base is not None:
+            was = type(module)
             module.__class__ = base
-            _rebind_forward(module)
+            _rebind_forward(module, was)
         detach(module)
     return model
 
@@ -167,7 +168,7 @@ def _submodule(model: nn.Module, decision: Decision) -> nn.Module:
             f"the plan names {decision.path}, which this model does not have. It was made for "
             "another model: plan again."
         ) from error
-    name = type(module).__name__
+    name = stock_class(module).__name__
     if name != decision.class_name:
         raise ConversionError(
             f"{decision.path} is a {name}, and the plan was made for a {decision.class_name}: "
@@ -179,15 +180,21 @@ def _submodule(model: nn.Module, decision: Decision) -> nn.Module:
 def _convert(module: Any, path: str, bank: Bank, extra_state: bool) -> None:
     if type(module).__name__ == "Conv1D":
         from fp8patch.modules import conv1d  # noqa: F401  (imports transformers)
-    module.__class__ = float8_class(type(module))
+    was = type(module)
+    module.__class__ = float8_class(was)
     attach(module, bank, path, extra_state)
-    _rebind_forward(module)
+    _rebind_forward(module, was)
 
 
-def _rebind_forward(module: Any) -> None:
-    # accelerate's hooks keep the old bound forward and call that: it has to be the new class's.
-    if "_old_forward" in module.__dict__:
-        module._old_forward = types.MethodType(type(module).forward, module)
+def _rebind_forward(module: Any, was: Any) -> None:
+    """Have the instance call the forward of its new class where it holds that of the old one.
+
+    accelerate's hooks keep the old bound forward, call that, and leave it on the instance when they
+    are removed.
+    """
+    for name in ("_old_forward", "forward"):
+        if getattr(module.__dict__.get(name), "__func__", None) is was.forward:
+            setattr(module, name, types.MethodType(type(module).forward, module))
 
 
 def _large_children(model: nn.Module) -> list[nn.Module]:

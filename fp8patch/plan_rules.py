@@ -258,10 +258,13 @@ def _quantized(parameter: torch.Tensor) -> bool:
 
 
 def _is_hooked(module: nn.Module, stock: type[nn.Module]) -> bool:
-    """Whether accelerate put a hook around the class's own forward, which can be rebound."""
-    old = vars(module).get("_old_forward")
-    inner = getattr(old, "__func__", None)
-    return inner is not None and inner in (type(module).forward, stock.forward)
+    """Whether what the instance calls in the end is its class's own forward, which can be rebound.
+
+    accelerate puts a hook around it, and leaves it on the instance when the hook is removed.
+    """
+    held = (vars(module).get(name) for name in ("_old_forward", "forward"))
+    functions = [getattr(method, "__func__", None) for method in held]
+    return type(module).forward in functions or stock.forward in functions
 
 
 def _output_embeddings(module: nn.Module) -> list[int]:

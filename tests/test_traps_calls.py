@@ -1,6 +1,5 @@
 """Traps of how modules are called: odd M, shared layers, views, several forwards, eval between."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ import transformers
 from torch import Tensor, nn
 from trap_models import (
     WIDTH,
-    Block,
     backward,
     blocks,
     converted,
@@ -33,7 +31,7 @@ from trap_models import (
 )
 
 import fp8patch
-from fp8patch import amp, numerics
+from fp8patch import numerics
 
 
 def pending(model: nn.Module) -> dict[str, list[float]]:
@@ -211,145 +209,6 @@ def test_inference_mode_first_and_between() -> None:
         return snapshot(model)
 
     assert same(run(True), run(False))
-
-
-# -- views ---------------------------------------------------------------------------------------
-
-
-class EditsItsView(nn.Module):
-    """As DeBERTa: adds a bias in place to a view of a Linear's output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.q_bias = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q: Tensor = self.q_proj(x).view(*x.shape[:2], 2, -1).permute(0, 2, 1, 3)
-        q += self.q_bias.view(1, 2, 1, -1)
-        return q
-
-
-def test_outputs_may_be_edited_in_place() -> None:
-    def check(model: Any) -> None:
-        before, optimizer = snapshot(model), sgd(model)
-        for _ in range(2):
-            step(model, noise(2, 5, WIDTH), optimizer)
-        assert moved(before, model) == set(before)
-
-    model = fp8patch.convert_model(seeded(EditsItsView))
-    check(model)
-    assert ran_in_fp8(model, noise(2, 5, WIDTH))
-    with falls():
-        check(naive_swap(seeded(EditsItsView)))
-    layer = fp8patch.convert_model(nn.Sequential(nn.Linear(WIDTH, WIDTH)))
-    with fp8():
-        output = layer(noise(2, 5, WIDTH))
-        output += 1
-        output[0].mul_(2)
-    output.sum().backward()
-
-
-# -- regions -------------------------------------------------------------------------------------
-
-
-class Partly(nn.Module):
-    """Keeps its second block out of FP8."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = Block(), Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x)
-        with fp8patch.autocast(enabled=False):
-            y: Tensor = self.b(x)
-        return y
-
-
-def test_an_inner_region_keeps_a_part_in_high_precision(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    model = fp8patch.convert_model(seeded(Partly))
-    stock = copy.deepcopy(model.b)
-    optimizer = sgd(model)
-    for _ in range(3):
-        step(model, noise(5, WIDTH), optimizer)
-    assert set(scales(model)) == {"a.up", "a.down"}
-    lines = [line for line in capsys.readouterr().err.splitlines() if "never ran" in line]
-    assert len(lines) == 1
-    assert "b.up, b.down" in lines[0]
-    seen: list[Tensor] = []
-    handle = model.b.register_forward_hook(lambda m, args, output: seen.extend((*args, output)))
-    with torch.no_grad(), fp8():
-        model(noise(5, WIDTH))
-    handle.remove()
-    stock.load_state_dict(model.b.state_dict())
-    assert torch.equal(stock(seen[0]), seen[1])
-
-
-def test_a_backward_that_raises_leaves_no_open_region() -> None:
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            raise RuntimeError("boom")
-
-    model = fp8patch.convert_model(blocks())
-    reference = fp8patch.convert_model(blocks())
-    for each in (model, reference):
-        step(each, noise(5, WIDTH), sgd(each))
-    handle = model.layers[1].register_forward_pre_hook(lambda m, args: Fails.apply(args[0]))
-    with fp8():
-        loss = loss_of(model, noise(5, WIDTH, seed=2))
-    with pytest.raises(RuntimeError, match="boom"):
-        loss.backward()
-    handle.remove()
-    # Stock outside a region at once, without any entry that might clean up.
-    stock = fp8patch.revert_model(copy.deepcopy(model))
-    assert torch.equal(model(noise(3, WIDTH)), stock(noise(3, WIDTH)))
-    layer = model.layers[0].up
-    assert torch.equal(layer(noise(3, WIDTH)), stock.layers[0].up(noise(3, WIDTH)))
-    with fp8():
-        pass
-    assert amp.active() is None
-    assert ran_in_fp8(model, noise(3, WIDTH))
-
-
-def test_a_forward_that_raises_leaves_no_open_region() -> None:
-    model = fp8patch.convert_model(blocks())
-    with pytest.raises(RuntimeError), fp8():
-        model(noise(5, WIDTH + 1))
-    assert amp.active() is None
-    assert not amp.inside_root()
-    step(model, noise(5, WIDTH), sgd(model))
-    assert len(scales(model)) == 4
-
-
-# -- what is never called ------------------------------------------------------------------------
-
-
-def test_modules_that_never_run_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    class ReadsWeights(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.read = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.linear(self.used(x), self.read.weight, self.read.bias)
-
-    model = fp8patch.convert_model(seeded(ReadsWeights))
-    before, optimizer = snapshot(model), sgd(model)
-    for _ in range(3):
-        step(model, noise(5, WIDTH), optimizer)
-    lines = [line for line in capsys.readouterr().err.splitlines() if "never ran" in line]
-    assert len(lines) == 1
-    assert "1 of 2" in lines[0]
-    assert ": read." in lines[0]
-    assert moved(before, model) == set(before)
 
 
 # -- precision of the model ----------------------------------------------------------------------

@@ -62,9 +62,11 @@ class Float8Module(nn.Module):
     def refresh_weight(self, observe: bool) -> None:
         """Quantise the weight again if it is out of date and was ever used.
 
-        Under FSDP there is no whole weight here: that happens in each forward.
+        Under FSDP, or offloaded to meta by a hook, there is no whole weight here: that happens in
+        each forward.
         """
-        if self._fp8_weight_q is not None and type(self.weight) in (nn.Parameter, Tensor):
+        whole = type(self.weight) in (nn.Parameter, Tensor) and not self.weight.is_meta
+        if self._fp8_weight_q is not None and whole:
             prepare(self, observe)
 
     def extra_repr(self) -> str:
@@ -188,7 +190,10 @@ def _run(
         module._fp8_grad_slot,
         spec,
     )
-    output = output.view(*input.shape[:-1], output.shape[-1])
+    if input.dim() != 2:
+        # As nn.Linear: its output is no view, so that the caller may edit it in place.
+        shape = [*input.shape[:-1], output.shape[-1]]
+        output = torch.ops.aten._unsafe_view.default(output, shape)
     if observe and not region.reopened and not torch.compiler.is_compiling():
         if not amp.inside_root():
             amp.arm_backward(output, module._fp8_bank, region)
