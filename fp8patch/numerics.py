@@ -35,6 +35,9 @@ FP8_MAX: dict[torch.dtype, float] = {E4M3: 448.0, E5M2: 57344.0}
 # clip.
 CLIPS_ABOVE: dict[torch.dtype, float] = {E4M3: 464.0, E5M2: 61440.0}
 
+# Half the smallest FP8 number: up to and including here a value rounds to zero (the tie is even).
+FLUSHES_TO: dict[torch.dtype, float] = {E4M3: 2.0**-10, E5M2: 2.0**-17}
+
 FP32_MAX = torch.finfo(torch.float32).max
 
 # Floor of a live amax, so that an all-zero tensor has a finite scale whose reciprocal is a normal

@@ -140,7 +140,7 @@ def _linear(
 
 
 def odd_calls() -> None:
-    """What the hardware refuses unless somebody pads, converts or skips: all of it must just run."""
+    """What the hardware refuses unless somebody pads, converts or skips: all must just run."""
     cases: dict[str, dict[str, Any]] = {
         "fp16 autocast": {"autocast": torch.float16},
         "no autocast, bf16 model": {"dtype": torch.bfloat16, "autocast": None},

@@ -19,11 +19,13 @@ it is what the wgrad GEMM contracts over: any M works, and zeros change neither 
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8patch import numerics
+from fp8patch import messages, numerics
 
 # The GEMMs want the contracted size in multiples of 16 bytes.
 ALIGNMENT = 16
@@ -91,6 +93,19 @@ def _record(amax: Tensor, counts: Tensor, live: Tensor, seen: Tensor) -> None:
         counts.add_(seen)
 
 
+@cache
+def _kernels() -> Any:
+    """The Triton kernels, or None where there is no Triton (the plain form is slow on a GPU)."""
+    try:
+        from fp8patch.ops.triton import quantize as kernels
+    except ImportError as error:
+        messages.note(
+            f"no Triton here ({error}), so casts to FP8 run as plain PyTorch: right, but slow."
+        )
+        return None
+    return kernels
+
+
 @torch.library.custom_op("fp8patch::quantize", mutates_args=())
 def quantize(
     x: Tensor,
@@ -119,10 +134,22 @@ def quantize(
         x_fp8 [M, padded K], its transpose [padded K, padded M], scale_inv (FP32 scalar).
     """
     dtype = _dtype(e5m2)
-    seen = numerics.amax(x)
     if scale.data_ptr() in _cold:
         _cold_used.add(scale.data_ptr())
         live = True
+    if x.is_cuda and 0 < x.numel() < 2**31 and (kernels := _kernels()) is not None:
+        return kernels.quantize(  # type: ignore[no-any-return]
+            x,
+            scale,
+            amax,
+            counts,
+            limit,
+            dtype,
+            live=live,
+            observe=observe,
+            transpose=transpose,
+        )
+    seen = numerics.amax(x)
     used = numerics.scale_from_amax(seen, limit) if live else scale.clone()
     x_fp8 = numerics.quantize(x, used, dtype).contiguous()
     if observe:
