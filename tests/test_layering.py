@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "export.py",
         "inspection.py",
         "bench.py",
+        "inject_*.py",
         "inject.py",
         "demo.py",
     ),
@@ -38,7 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 
 # Third-party package -> files that may import it, wherever in the file. Others are free.
 FENCES: dict[str, tuple[str, ...]] = {
-    "accelerate": ("checkpoint*.py", "inject.py"),
+    "accelerate": ("checkpoint*.py", "inject*.py"),
     "peft": (),
     "rich": ("cli/*",),
     "safetensors": ("checkpoint*.py", "export.py", "inspection.py"),
@@ -50,13 +51,13 @@ FENCES: dict[str, tuple[str, ...]] = {
         "checkpoint*.py",
         "export.py",
         "bench.py",
-        "inject.py",
+        "inject*.py",
         "demo.py",
         "cli/*",
     ),
     "triton": ("ops/triton/*",),
     "typer": ("cli/*",),
-    "wrapt": ("checkpoint_hooks.py", "inject.py"),
+    "wrapt": ("checkpoint_hooks.py", "inject*.py"),
     "yaml": ("recipe.py",),
 }
 

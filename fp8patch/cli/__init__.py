@@ -29,6 +29,7 @@ __all__ = ["COMMANDS", "app", "main"]
 COMMANDS: dict[str, str] = {
     "demo": "The whole story on a tiny model, on any machine, in under a minute.",
     "plan": "What of a model would run in FP8, and why not more; reads no weights.",
+    "train": "Run any training script, unmodified, in FP8.",
     "convert": "Write a patched checkpoint: the same weights, plus FP8 scales beside them.",
     "revert": "Write the plain checkpoint again.",
 }
@@ -43,9 +44,10 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        function = getattr(importlib.import_module(f"{__name__}.{cmd_name}"), cmd_name)
+        module = importlib.import_module(f"{__name__}.{cmd_name}")
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
-        single.command(cmd_name)(function)
+        # SETTINGS: what the decorator takes, where a command is parsed in its own way.
+        single.command(cmd_name, **getattr(module, "SETTINGS", {}))(getattr(module, cmd_name))
         return typer.main.get_command(single)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
