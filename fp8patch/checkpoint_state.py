@@ -4,6 +4,7 @@ The converted part is the module that `convert_model` was called on. It may sit 
 that is saved: in a wrapper (DDP, a compiled module, PEFT), or as one encoder of several.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,10 @@ __all__ = [
 
 # A scale made under one value of these means nothing under another.
 _SCALE_FIELDS = ("scaling", "fp8_format", "margin")
+
+# Set by a run that converts its models later than it loads them: takes the model, the directory
+# and the index that `restore_from` was called with.
+defer: Callable[[nn.Module, str | Path, int], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +176,9 @@ def restore_from(model: nn.Module, directory: str | Path, *, index: int = 0) -> 
                 f"{directory}: the weights were saved without FP8 state, so scales start anew."
             )
         return False
+    if converted is None and defer is not None:
+        defer(model, directory, index)
+        return True
     if converted is None:
         messages.note(
             f"{directory}: holds FP8 state, and the model that loads it is not converted: ignored. "

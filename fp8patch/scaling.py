@@ -76,6 +76,9 @@ class Bank:
         self.observation: Observation | None = None
         # Which outermost entry (see amp.py) the bank has seen; weights are checked once an entry.
         self.entry = -1
+        # Scales move only where amax are reduced over a group: a call that one rank makes by itself
+        # (of the module inside DDP) must neither wait for the others nor get ahead of them.
+        self.collective = False
         global _hooked
         if not _hooked:
             register_optimizer_step_post_hook(_after_optimizer_step)
@@ -271,7 +274,7 @@ class Bank:
         if self.entry == entry:
             return
         self.entry = entry
-        if training and self.due:
+        if training and self.due and (group is not None or not self.collective):
             self.update(group)
         if training and not self.observed and self.observation is None:
             self.observation = Observation()
