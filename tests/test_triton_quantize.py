@@ -2,7 +2,8 @@
 
 It does not round FP8 to nearest even: some percent of the values are one step off, and one that
 rounds up to a power of two loses the carry and comes out half. So addressing, masks, padding,
-transposes, amax and scales are checked exactly here and values as far as that; bit equality is proven on a GPU by scripts/check_gpu.py and by the tests marked `gpu`.
+transposes, amax and scales are checked exactly here and values as far as that; bit equality is
+proven on a GPU, by scripts/check_gpu.py and by the tests marked `gpu`.
 """
 
 import os
@@ -56,7 +57,7 @@ for shape in ((1, 1), (1, 16), (2, 64), (13, 48), (33, 130), (197, 77)):
                         apart = (ordinal(a) - ordinal(b)).abs() > 1
                         lost_carry = b.float() * 2 == a.float()
                         assert not (apart & ~lost_carry).any(), where
-                        assert x.numel() < 1000 or apart.float().mean() < 0.1, where
+                        assert a.numel() < 1000 or apart.float().mean() < 0.1, where
                     if transpose:
                         rows, cols = shape
                         assert torch.equal(got[1][:cols, :rows].float(),
