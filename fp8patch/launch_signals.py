@@ -155,7 +155,7 @@ def _end_leftovers(status_dir: Path) -> None:
     left = _armed(status_dir)
     if not left:
         return
-    warn(f"ending {len(left)} processes that the interrupted run left behind.")
+    warn(f"the interrupted run left processes behind, which are ended now: {len(left)}.")
     for pid in left:
         _send(pid, signal.SIGTERM)
     until = time.monotonic() + _GRACE
