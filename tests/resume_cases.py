@@ -15,9 +15,7 @@ from torch import Tensor
 
 import fp8patch
 
-RECIPES = ("delayed", "current")
-ARCHITECTURES = ("llama", "bert", "gpt2")
-CASES = [f"{architecture}-{recipe}" for architecture in ARCHITECTURES for recipe in RECIPES]
+CASES = ("llama-delayed", "llama-current", "gpt2-delayed", "gpt2-current", "bert-delayed")
 
 VOCABULARY, BATCH, TOKENS = 64, 2, 7
 ACCUMULATION = 2
