@@ -1,7 +1,8 @@
 """The cast kernel under Triton's CPU interpreter, as far as the interpreter is right.
 
 It does not round FP8 to nearest even: some percent of the values are one step off, and one that
-rounds up to a power of two loses the carry and comes out half; nan comes out as a number. So addressing, masks, padding,
+rounds up to a power of two loses the carry and comes out half; nan comes out as a number. So
+addressing, masks, padding,
 transposes, amax and scales are checked exactly here and values as far as that; bit equality is
 proven on a GPU, by scripts/check_gpu.py and by the tests marked `gpu`.
 """
