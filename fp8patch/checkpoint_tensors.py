@@ -21,7 +21,7 @@ from fp8patch.errors import CheckpointError
 
 __all__ = ["StoredTensors", "open_tensors"]
 
-PIECE_BYTES = 64 << 20
+PIECE_BYTES = 16 << 20
 _REOPEN_BYTES = 512 << 20
 
 # (name of the one file, of the index, of its shards), in the order in which transformers looks.

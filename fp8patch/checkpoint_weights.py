@@ -141,7 +141,10 @@ def _amax(key: str, stored: StoredTensors) -> Tensor:
                 f"{key} is stored as {str(piece.dtype).removeprefix('torch.')}: the weights are "
                 "quantised already. FP8 training needs the high-precision checkpoint."
             )
-        # torch.maximum propagates nan, as numerics.amax does.
-        amax = torch.maximum(amax, numerics.amax(piece))
+        # As numerics.amax, which takes as much memory again for |x|: pieces of it, freed and made
+        # anew, fragment the heap without end. All three propagate nan.
+        if piece.numel():
+            least, most = torch.aminmax(piece)
+            amax = torch.maximum(amax, torch.maximum(least.abs(), most.abs()).float())
         del piece
     return amax
