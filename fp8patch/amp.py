@@ -88,6 +88,9 @@ class _RootCall:
 
 def active() -> Region | None:
     """The open region, or None where modules are to behave as their stock class."""
+    # A part of a model may be what is called first after a backward that raised: no root cleans up.
+    if _region is not None and _region.reopened and not torch.compiler.is_compiling():
+        _close_abandoned()
     return _region
 
 
