@@ -6,6 +6,8 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from oracle import E4M3, E5M2, Format
 from shapes import DTYPES, TENSORS, TensorCase, params
 from torch import Tensor
@@ -111,6 +113,32 @@ def test_rowwise_is_the_oracle(
     values = oracle.numpy(x)
     assert np.array_equal(slot.amax.cpu().numpy(), oracle.amax(values), equal_nan=True)
     assert slot.counts.tolist() == oracle.counts(values, oracle.numpy(scale), fp8)
+
+
+@given(
+    rows=st.integers(0, 70),
+    columns=st.integers(0, 70),
+    e5m2=st.booleans(),
+    exponent=st.integers(-30, 30),
+    turned=st.booleans(),
+)
+def test_any_shape(rows: int, columns: int, e5m2: bool, exponent: int, turned: bool) -> None:
+    fp8 = E5M2 if e5m2 else E4M3
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) * 2.0**exponent
+    x = x.t() if turned else x
+    slot = place("cpu", 3.0)
+    x_fp8, x_fp8_t, inverse = quantize(x, slot, fp8)
+    expected = oracle.cast(oracle.numpy(x), 3.0, fp8)
+    m, k = x.shape
+    assert x_fp8.shape == (m, up(k))
+    assert x_fp8_t.shape == (up(k), up(m))
+    assert np.array_equal(oracle.bytes_of(x_fp8[:, :k]), expected)
+    assert np.array_equal(oracle.bytes_of(x_fp8_t[:k, :m]), expected.T)
+    assert not x_fp8[:, k:].float().any()
+    assert not x_fp8_t[k:].float().any()
+    assert not x_fp8_t[:, m:].float().any()
+    assert inverse.item() == np.float32(1) / np.float32(3)
+    assert slot.counts.tolist() == oracle.counts(oracle.numpy(x), 3.0, fp8)
 
 
 @devices
