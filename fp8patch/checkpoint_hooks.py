@@ -7,6 +7,7 @@ and result, and do for a model that is not converted what they did.
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,20 +21,22 @@ from fp8patch.modules.base import Float8Module
 
 __all__ = ["install", "stock_keys"]
 
-_installed = False
+# Modules whose methods are wrapped, or will be as soon as they are imported.
+_installed: set[str] = set()
 _MARK = "_fp8patch_wrapped"
 # Stands in for the method; takes the original first.
 _Around = Callable[..., Any]
 
 
 def install() -> None:
-    """Wrap them; does nothing the second time."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
+    """Wrap them; does nothing for what is wrapped already."""
     for module, targets in _TARGETS.items():
-        wrapt.register_post_import_hook(functools.partial(_wrap_all, targets), module)
+        spec = getattr(sys.modules.get(module), "__spec__", None)
+        # Imported halfway (accelerate imports torch, whose import may have called us): its classes
+        # are not there yet, and wrapt would take it for complete. The next call is in time.
+        if module not in _installed and not getattr(spec, "_initializing", False):
+            _installed.add(module)
+            wrapt.register_post_import_hook(functools.partial(_wrap_all, targets), module)
 
 
 def _wrap_all(targets: tuple[tuple[str, str, _Around], ...], module: Any) -> None:

@@ -60,7 +60,7 @@ def test_wrapped_once_and_transparent(cls: Any, name: str) -> None:
     assert method.__qualname__ == original.__qualname__
     assert inspect.signature(method) == inspect.signature(original)
 
-    checkpoint_hooks._installed = False
+    checkpoint_hooks._installed.clear()
     checkpoint_hooks.install()
     fp8patch.convert_model(build("llama"))
     assert getattr(cls, name) is method
@@ -77,3 +77,24 @@ def test_a_method_that_is_gone_is_said(capsys: pytest.CaptureFixture[str]) -> No
     said = capsys.readouterr().err
     assert "no Trainer._load_best_model in this version" in said
     assert "save_model" not in said
+
+
+def test_a_library_imported_halfway_is_wrapped_at_the_next_call() -> None:
+    # accelerate imports torch; a hook on torch's import then finds accelerate's module begun, and
+    # its class not there yet.
+    code = """
+import importlib.util, sys, types
+from fp8patch import checkpoint_hooks
+half = types.ModuleType("accelerate.accelerator")
+half.__spec__ = importlib.util.spec_from_loader("accelerate.accelerator", loader=None)
+half.__spec__._initializing = True
+sys.modules["accelerate.accelerator"] = half
+checkpoint_hooks.install()
+del sys.modules["accelerate.accelerator"]
+from accelerate import Accelerator
+checkpoint_hooks.install()
+assert hasattr(Accelerator.save_state, "_fp8patch_wrapped")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "fp8patch:" not in done.stderr
