@@ -24,6 +24,7 @@ _PUBLIC = {
     "RecipeError": "fp8patch.errors",
     "autocast": "fp8patch.amp",
     "convert_model": "fp8patch.convert",
+    "enable": "fp8patch.inject",
     "invalidate": "fp8patch.inspection",
     "load": "fp8patch.checkpoint",
     "metrics": "fp8patch.inspection",
@@ -46,6 +47,7 @@ __all__ = [
     "__version__",
     "autocast",
     "convert_model",
+    "enable",
     "invalidate",
     "load",
     "metrics",
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
         PlanError,
         RecipeError,
     )
+    from fp8patch.inject import enable
     from fp8patch.inspection import invalidate, metrics
     from fp8patch.modules.conv1d import Float8Conv1D
     from fp8patch.modules.linear import Float8Linear

@@ -1,0 +1,210 @@
+"""The lines that a run says, and its JSON report."""
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fp8patch import __version__, messages
+from fp8patch.inject_record import place, ratios, write_json
+
+if TYPE_CHECKING:
+    from fp8patch.inject_models import Model
+    from fp8patch.inject_record import Record
+    from fp8patch.train_options import TrainOptions
+
+__all__ = ["check_lines", "progress_line", "report", "say_start", "say_summary", "write_report"]
+
+
+class Facts(Protocol):
+    """What is known of a run: `inject_run.Run`."""
+
+    options: "TrainOptions"
+    execution: str | None
+    hardware_name: str
+    models: "list[Model]"
+    record: "Record"
+    overhead: float
+    conversion_seconds: float
+
+    def banks(self) -> list[Any]: ...
+
+
+def say_start(run: "Facts", model: "Model") -> None:
+    """What happens to one model, in a line or two."""
+    if model.plan is None:
+        messages.note(f"{model.name}: BF16 autocast, no FP8.")
+        return
+    plan = model.plan
+    chosen = plan.converted()
+    counts = Counter(d.kind for d in chosen)
+    total = Counter(d.kind for d in plan.decisions)
+    kinds = ", ".join(f"{n} of {total[kind]} {_plural(kind)}" for kind, n in counts.items())
+    share = sum(d.flops_share for d in chosen)
+    messages.note(
+        f"{model.name}: {kinds} in FP8 ({share:.1%} of GEMM FLOPs), recipe {plan.recipe.name}, "
+        f"{_where(run)}."
+    )
+    skipped: dict[str, list[Any]] = {}
+    for decision in plan.decisions:
+        if decision.action == "skip":
+            skipped.setdefault(decision.code, []).append(decision)
+    if skipped:
+        parts = [_skipped(code, decisions) for code, decisions in skipped.items()]
+        messages.note(f"{model.name}: not in FP8: {'; '.join(parts)}.")
+
+
+def _plural(kind: str) -> str:
+    names = {"linear": "Linears", "norm": "norms", "conv1d": "Conv1Ds", "rmsnorm": "RMSNorms"}
+    return names.get(kind, kind)
+
+
+def _skipped(code: str, decisions: list[Any]) -> str:
+    from fp8patch.plan_types import CODES
+
+    first = decisions[0]
+    why = CODES.get(code, first.reason)
+    if code == "slower":
+        why = f"{first.reason} and the like"
+    more = f" and {len(decisions) - 1} more" if len(decisions) > 1 else ""
+    return f"{first.path or '(the model itself)'}{more} ({code}: {why})"
+
+
+def _where(run: "Facts") -> str:
+    if run.execution == "emulate":
+        return "emulated (the same rounding on any device, slowly)"
+    return f"on {run.hardware_name}"
+
+
+def progress_line(run: "Facts") -> None:
+    """One line every `log_every` steps."""
+    record = run.record
+    seconds = record.step_seconds()
+    every = run.options.log_every
+    recent = seconds[-every:]
+    text = f"step {record.steps}"
+    if record.losses:
+        text += f": loss {record.losses[-1][1]:.4f}"
+    if recent:
+        text += f", {_ms(sum(recent) / len(recent))} a step"
+    messages.note(text)
+
+
+def say_summary(run: "Facts") -> None:
+    """What the run did, for a person."""
+    values = report(run, "finished")
+    memory, what = run.record.peak_memory()
+    median = values["median_step_seconds"]
+    pace = f", median {_ms(median)} a step" if median is not None else ""
+    peak = f", peak memory {memory / 2**30:.2f} GiB {what}" if memory else ""
+    messages.note(f"summary: {_count(values['steps'], 'optimizer step')}{pace}{peak}.")
+    if run.execution in ("fp8", "emulate"):
+        _say_fp8(values)
+    overhead = values["overhead"]
+    each = overhead["seconds_a_step"]
+    part = f" ({each / median:.2%} of a step)" if each is not None and median else ""
+    own = f"{1000 * each:.2f} ms a step{part}, " if each is not None else ""
+    messages.note(
+        f"fp8patch's own time: {own}planning and conversion {overhead['conversion_seconds']:.2f} s "
+        "once."
+    )
+
+
+def _say_fp8(values: dict[str, Any]) -> None:
+    cover = values["coverage"]
+    if not cover["fp8_calls"]:
+        messages.warn("nothing ran in FP8.")
+    else:
+        messages.note(
+            f"in FP8: {cover['fp8_calls']} of {cover['calls']} GEMM calls, "
+            f"{cover['fp8_flops_share']:.1%} of GEMM FLOPs (counted in the first step)."
+        )
+    idle = cover["never_ran"]
+    if idle:
+        shown = ", ".join(idle[:4]) + (f" and {len(idle) - 4} more" if len(idle) > 4 else "")
+        messages.note(f"converted and never run: {shown}.")
+    parts = [
+        f"{role} {_ratio(r['saturated'])} saturated, {_ratio(r['non_finite'])} not finite"
+        for role, r in values["ratios"].items()
+    ]
+    if parts:
+        messages.note(f"of the values cast: {'; '.join(parts)}.")
+
+
+def check_lines(run: "Facts") -> None:
+    """What `--check` adds to start lines and summary."""
+    for model in run.models:
+        if model.plan is None:
+            continue
+        gain = model.plan.summary()["gemm_gain"]
+        gpu = model.plan.gpu or "a GPU"
+        predicted = f"{gain:.2f}x over BF16 on its GEMMs on {gpu}" if gain else "nothing"
+        messages.note(f"check: {model.name}: predicted {predicted}, at M={model.plan.tokens}.")
+    seconds = run.record.step_seconds()
+    times = ", ".join(_ms(value) for value in seconds)
+    note = " (emulation is no measure of speed)" if run.execution == "emulate" else ""
+    messages.note(f"check: measured steps: {times}{note}. Stopped after step {run.record.steps}.")
+
+
+def report(run: "Facts", state: str) -> dict[str, Any]:
+    """Everything, JSON-safe."""
+    run.record.read()
+    steps = run.record.steps
+    memory, what = run.record.peak_memory()
+    return {
+        "format_version": 1,
+        "fp8patch_version": __version__,
+        "state": state,
+        "backend": run.options.backend,
+        "execution": run.execution,
+        "device": run.hardware_name,
+        "world_size": place()[1],
+        "recipe": run.options.recipe,
+        "models": [_model(model) for model in run.models],
+        "steps": steps,
+        "step_seconds": list(run.record.step_seconds()),
+        "median_step_seconds": run.record.median_step(),
+        "losses": [[step, loss] for step, loss in run.record.losses],
+        "peak_memory_bytes": memory,
+        "peak_memory_kind": what,
+        "coverage": run.record.coverage.totals(),
+        "ratios": ratios(run.banks()),
+        "overhead": {
+            "conversion_seconds": run.conversion_seconds,
+            "seconds_a_step": run.overhead / steps if steps else None,
+        },
+    }
+
+
+def _model(model: "Model") -> dict[str, Any]:
+    if model.plan is None:
+        return {"class": model.name, "plan": None}
+    chosen = Counter(d.kind for d in model.plan.converted())
+    skipped: dict[str, list[str]] = {}
+    for decision in model.plan.decisions:
+        if decision.action == "skip":
+            skipped.setdefault(decision.code, []).append(decision.path)
+    return {
+        "class": model.name,
+        "converted": dict(chosen),
+        "skipped": skipped,
+        "tokens": model.plan.tokens,
+        "plan": model.plan.summary(),
+    }
+
+
+def write_report(run: "Facts", state: str) -> None:
+    """Refresh the file; a run does not end because its report can't be written."""
+    path = run.options.report
+    if path is not None and not write_json(path, report(run, state)):
+        messages.once("no report", f"{path}: the report can't be written there; the run goes on.")
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 10 else f"{1000 * seconds:.1f} ms"
+
+
+def _ratio(value: float) -> str:
+    return "0" if value == 0 else f"{100 * value:.2g}%"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

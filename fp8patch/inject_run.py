@@ -1,0 +1,338 @@
+"""One armed process: its options, the models it has found, and what it says about them."""
+
+import atexit
+import os
+import time
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8patch import inject_conflicts as conflicts
+from fp8patch import inject_sidecar, messages
+from fp8patch.errors import Fp8PatchError, PlanError
+from fp8patch.inject_models import Ignored, Model, chain, contents, first_float, matches
+from fp8patch.inject_outputs import tokens_of
+from fp8patch.inject_record import Record, Status, rank
+from fp8patch.train_options import TrainOptions
+
+__all__ = ["Run"]
+
+_BF16_ENV = "ACCELERATE_MIXED_PRECISION"
+_CHECK_STEPS = 3
+_DEFAULT_TOKENS = 4096
+
+# Optimizers that exist: a model whose parameters one holds is going to train.
+_optimizers: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
+
+
+class Run:
+    """What `arm` sets up.
+
+    Attributes:
+        execution: What the backend became, at the first model; None before.
+        models: Models that were found to train.
+        overhead: Seconds spent around the calls of models.
+        off: `auto` found no FP8: everything is as without us.
+    """
+
+    def __init__(self, options: TrainOptions, from_parent: bool) -> None:
+        self.options = options
+        self.from_parent = from_parent
+        self.status = Status(options.status_dir)
+        self.execution: str | None = None
+        self.hardware_name = ""
+        self.models: list[Model] = []
+        self.overhead = 0.0
+        self.conversion_seconds = 0.0
+        self.off = False
+        self.record = Record(options.report is not None or options.log_every > 0, self._after_step)
+        self._known: dict[int, Model | Ignored] = {}
+        self._refusal: Fp8PatchError | None = None
+        self._banks: list[Any] = []
+        self._unmatched = set(options.roots)
+        self._pid = os.getpid()
+        self._said = False
+        if options.backend != "off":
+            _track_optimizers()
+            inject_sidecar.listen()
+        atexit.register(self._at_exit)
+
+    # -- starting and ending ------------------------------------------------------------------
+
+    def refuse_early(self) -> None:
+        """What can be refused before the script has loaded its data."""
+        backend = self.options.backend
+        if backend in ("fp8", "emulate", "auto"):
+            conflicts.check_environment()
+        if backend == "fp8":
+            reason = conflicts.no_fp8_in_this_build()
+            if reason is not None:
+                raise conflicts.refuse_hardware(reason)
+        if backend == "auto" and self.options.sets_bf16 and conflicts.surely_no_fp8():
+            os.environ.pop(_BF16_ENV, None)
+
+    def close(self) -> None:
+        atexit.unregister(self._at_exit)
+        self.record.close()
+
+    def _at_exit(self) -> None:
+        # A forked worker inherits this, and is not the run.
+        if os.getpid() == self._pid:
+            self.finish()
+
+    def finish(self) -> None:
+        """The last word: summary, report, status."""
+        from fp8patch import inject_report
+
+        if self.models and not self._said and rank() == 0:
+            self._said = True
+            inject_report.say_summary(self)
+            inject_report.write_report(self, "finished")
+            if self.options.check and self.record.steps < _CHECK_STEPS:
+                messages.warn(f"--check: the script ended after {self.record.steps} steps.")
+        if self._unmatched and self.models:
+            messages.warn(f"--roots: no model is called {', '.join(sorted(self._unmatched))}.")
+        self._write_status()
+
+    def _write_status(self) -> None:
+        self.status.write(
+            backend=self.execution,
+            ran_fp8=self.record.coverage.ran_fp8,
+            steps=self.record.steps,
+            models=[model.name for model in self.models],
+        )
+
+    def banks(self) -> list[Any]:
+        """The banks of all converted models; they outlive their models."""
+        return self._banks
+
+    # -- steps --------------------------------------------------------------------------------
+
+    def _after_step(self) -> None:
+        from fp8patch import inject_report
+
+        started = time.perf_counter()
+        record, every = self.record, self.options.log_every
+        stop = self.options.check and record.steps >= _CHECK_STEPS
+        if record.due(every) or stop:
+            record.read()
+            if rank() == 0:
+                if every and record.steps % every == 0:
+                    inject_report.progress_line(self)
+                inject_report.write_report(self, "running")
+            self._write_status()
+        self.overhead += time.perf_counter() - started
+        if stop:
+            if rank() == 0:
+                inject_report.check_lines(self)
+            raise SystemExit(0)
+
+    # -- models -------------------------------------------------------------------------------
+
+    def model_of(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Model | None:
+        """The model whose outermost call this is, converted by now; None for anything else.
+
+        Raises:
+            Fp8PatchError: It can't be converted.
+        """
+        known = self._known.get(id(module))
+        if isinstance(known, Model) or self.off:
+            return known if isinstance(known, Model) else None
+        if known is not None and not known.again():
+            return None
+        if self._refusal is not None:
+            raise self._refusal
+        try:
+            return self._consider(module, args, kwargs)
+        except Fp8PatchError as error:
+            # A script that catches this goes on without FP8 only by saying so.
+            self._refusal = error
+            raise
+
+    def _consider(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Model | None:
+        found = contents(module)
+        if found == "converted":
+            return self._share(module)
+        named = matches(module, self.options.roots) if found == "candidates" else None
+        if named is not None:
+            self._unmatched.discard(named)
+        if found == "nothing" or not (named or self._trains(module)):
+            self._ignore(module, frozen=found == "nothing" or not _trainable(module))
+            return None
+        probe = first_float(module)
+        if probe is None or probe.device.type == "meta":
+            return None
+        if self.execution is None:
+            self._resolve(probe.device)
+        if self.off:
+            return None
+        started = time.perf_counter()
+        model = self._convert(module, args, kwargs)
+        self.conversion_seconds += time.perf_counter() - started
+        if model is None:
+            self._ignore(module, frozen=True)
+            return None
+        return self._remember(module, model)
+
+    def _trains(self, module: nn.Module) -> bool:
+        if not _trainable(module):
+            return False
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            return True
+        # An evaluation before the first step: the optimizer knows what will train.
+        held = {id(p) for o in list(_optimizers) for g in o.param_groups for p in g["params"]}
+        return any(id(p) in held for p in module.parameters())
+
+    def _resolve(self, device: torch.device) -> None:
+        from fp8patch.hardware import detect, resolve_backend
+        from fp8patch.recipe import Recipe
+
+        hardware = detect(device)
+        self.hardware_name = hardware.name
+        rowwise = Recipe.load(self.options.recipe).scaling == "rowwise"
+        capable = hardware.rowwise if rowwise else hardware.fp8
+        if self.options.backend == "fp8" and not capable:
+            raise conflicts.refuse_hardware(hardware.reason)
+        self.execution = resolve_backend(self.options.backend, hardware, "off", rowwise=rowwise)
+        if self.execution == "off":
+            self.off = True
+            late = self.options.sets_bf16 and os.environ.pop(_BF16_ENV, None) is not None
+            bf16 = " Accelerate was told to use BF16, and does." if late else ""
+            if rank() == 0:
+                messages.note(
+                    f"FP8 is off: {hardware.reason} The script runs in its own precision; "
+                    f"--emulate computes FP8's rounding on any device.{bf16}"
+                )
+        self._write_status()
+
+    def _convert(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Model | None:
+        from fp8patch import inject_report
+
+        execution: Any = self.execution
+        inner = chain(module)[-1]
+        plan: Any = None
+        if execution != "bf16":
+            conflicts.check_model(module)
+            plan = self._plan(inner, args, kwargs)
+            if plan is None:
+                return None
+            from fp8patch.convert import convert_model
+
+            convert_model(inner, plan)
+            inject_sidecar.restore(inner)
+            self._banks.append(inner.__dict__["_fp8_bank"])
+            self.record.coverage.watch(inner, plan)
+        strict = self.options.backend == "fp8"
+        model = Model(module, self.record, execution, strict=strict, plan=plan)
+        self.record.watch(module, torch.device(model.device_type()))
+        self.models.append(model)
+        if rank() == 0:
+            inject_report.say_start(self, model)
+        return model
+
+    def _plan(self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from fp8patch.plan import plan_model
+        from fp8patch.recipe import Recipe
+
+        options = self.options
+        recipe = Recipe.load(options.recipe)
+        floor = 1.0 if self.execution == "fp8" else 0.0
+        tokens = options.tokens or tokens_of(inner, args, kwargs) or _DEFAULT_TOKENS
+        try:
+            plan = plan_model(
+                inner,
+                recipe,
+                only=options.only,
+                skip=options.skip,
+                include=options.include,
+                tokens=tokens,
+                min_gain=floor if recipe.min_gain is None else recipe.min_gain,
+            )
+        except PlanError as error:
+            # A pattern for one model of several matches nothing in the others.
+            if not self.models:
+                raise
+            messages.note(f"{type(inner).__name__} is left alone: {error}")
+            return None
+        if any(d.kind != "norm" for d in plan.converted()):
+            return plan
+        codes = ", ".join(f"{n} {code}" for code, n in plan.summary()["codes"].items())
+        messages.warn(
+            f"{type(inner).__name__} is left alone, nothing in it is to run in FP8 at M={tokens}: "
+            f"{codes}. `--include PATTERN` overrides most of these."
+        )
+        return None
+
+    def _share(self, module: nn.Module) -> Model | None:
+        """`module` holds converted modules: an evaluation, a copy, a wrapper made later."""
+        for part in chain(module):
+            if isinstance(part, nn.DataParallel):
+                conflicts.check_model(part)
+        if self.execution is None:  # the script converted it by itself
+            probe = first_float(module)
+            self._resolve(torch.device("cpu") if probe is None else probe.device)
+        if self.off or self.execution == "bf16":
+            return None
+        execution: Any = self.execution
+        strict = self.options.backend == "fp8"
+        model = Model(module, self.record, execution, strict=strict)
+        if not self.models:
+            self._adopt(module, model)
+        return self._remember(module, model)
+
+    def _adopt(self, module: nn.Module, model: Model) -> None:
+        from fp8patch import inject_report
+
+        part = next((m for m in module.modules() if "_fp8_plan" in vars(m)), None)
+        if part is None:
+            return
+        model.plan = vars(part)["_fp8_plan"]
+        self._banks.append(vars(part)["_fp8_bank"])
+        self.record.coverage.watch(part, model.plan)
+        self.record.watch(module, torch.device(model.device_type()))
+        self.models.append(model)
+        if rank() == 0:
+            inject_report.say_start(self, model)
+
+    def _ignore(self, module: nn.Module, *, frozen: bool) -> None:
+        known = self._known.get(id(module))
+        if not isinstance(known, Ignored):
+            known = Ignored(self._weakly(module))
+            known.calls = 1
+            self._known[id(module)] = known
+        known.frozen = frozen
+
+    def _remember(self, module: nn.Module, model: Model) -> Model:
+        model.reference = self._weakly(module)
+        self._known[id(module)] = model
+        return model
+
+    def _weakly(self, module: nn.Module) -> "weakref.ref[nn.Module]":
+        """A reference that takes the entry with it: ids are used again."""
+        key, known = id(module), self._known
+        return weakref.ref(module, lambda _: known.pop(key, None))
+
+
+def _trainable(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
+
+
+def _track_optimizers() -> None:
+    original: Any = torch.optim.Optimizer.add_param_group
+    if hasattr(original, "_fp8patch_wrapped"):
+        return
+
+    def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+        original(self, param_group)
+        _optimizers.add(self)
+
+    add_param_group._fp8patch_wrapped = True  # type: ignore[attr-defined]
+    torch.optim.Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]

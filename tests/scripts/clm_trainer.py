@@ -1,0 +1,28 @@
+"""Causal language modelling with the Trainer: all of its arguments on the command line."""
+
+import sys
+
+import torch
+from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+(arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(sys.argv[1:])
+torch.manual_seed(0)
+model = LlamaForCausalLM(
+    LlamaConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+    )
+)
+start = {name: p.detach().clone() for name, p in model.named_parameters()}
+ids = torch.randint(5, 128, (64, 16), generator=torch.Generator().manual_seed(1))
+examples = [{"input_ids": x, "labels": x} for x in ids]
+trainer = Trainer(model, arguments, train_dataset=examples, eval_dataset=examples[:12])
+trainer.train()
+evaluation = trainer.evaluate()
+trainer.save_model()
+losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+print(f"loss {losses[-1]:.4f}, evaluation {evaluation['eval_loss']:.4f}")

@@ -1,0 +1,84 @@
+"""A vision script: processes by `mp.spawn`, DDP, the loss inside the script's own autocast."""
+
+import argparse
+import hashlib
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=3)
+parser.add_argument("--processes", type=int, default=2)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, -1)).unbind(-2)
+        x = x + self.proj(nn.functional.scaled_dot_product_attention(q, k, v))
+        return x + self.mlp(self.norm2(x))
+
+
+class ViT(nn.Module):
+    def __init__(self, width: int = 32, classes: int = 10) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 4, 4)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x).mean(1))
+
+
+def digest(model: nn.Module) -> str:
+    hashed = hashlib.sha256()
+    for parameter in model.parameters():
+        hashed.update(parameter.detach().numpy().tobytes())
+    return hashed.hexdigest()[:16]
+
+
+def work(rank: int, args: argparse.Namespace, port: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=args.processes)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(ViT())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(args.steps):
+        images = torch.randn(4, 3, 16, 16, generator=generator) * (1 + rank)
+        labels = torch.randint(0, 10, (4,), generator=generator)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if rank == 0:  # the others go on
+        model.module.eval()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            model.module(torch.randn(2, 3, 16, 16))
+    dist.barrier()
+    print(f"rank {rank}: {digest(model)}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    args = parser.parse_args()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(work, (args, port), nprocs=args.processes)
