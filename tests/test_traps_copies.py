@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.falcon.modeling_falcon import FalconLinear
 from trap_models import (
     WIDTH,
     assert_fresh,
@@ -287,3 +288,19 @@ def test_reverting_gives_stock_objects() -> None:
     assert torch.equal(rounded, model(X))
     fp8patch.convert_model(model)
     step(model, X, sgd(model))
+
+
+@COPY
+def test_a_class_made_for_an_allowlisted_subclass(copied: Any) -> None:
+    # Its Float8 class is made at run time: a pickle can't name it.
+    model = nn.Sequential(FalconLinear(WIDTH, WIDTH), nn.GELU(), FalconLinear(WIDTH, WIDTH))
+    fp8patch.convert_model(model)
+    optimizer = sgd(model)
+    for _ in range(2):
+        step(model, X, optimizer)
+    twin = copied(model)
+    assert type(twin[0]) is type(model[0])
+    assert isinstance(twin[0], FalconLinear)
+    assert torch.equal(run(twin), run(model))
+    step(twin, X, sgd(twin))
+    assert type(fp8patch.revert_model(twin)[0]) is FalconLinear
