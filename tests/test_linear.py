@@ -292,6 +292,25 @@ def test_a_weight_changed_between_forward_and_backward_is_noticed(conv1d: bool) 
         kept.backward(grad)
 
 
+@kinds
+@pytest.mark.parametrize("n", [N, N + 16])
+def test_a_new_parameter_while_the_old_one_lives(n: int, conv1d: bool) -> None:
+    """`assign=True` or a resize, with an optimizer that still holds what was there."""
+    layer, _ = make(conv1d)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    x = tokens(4, K)
+    for _ in range(2):
+        run(layer, x, tokens(4, N))
+        optimizer.step()
+    other, stock = make(conv1d, n=n, k=K)
+    layer.weight, layer.bias = other.weight, other.bias
+    if conv1d:
+        layer.nf = n
+    assert optimizer.param_groups[0]["params"][0] is not layer.weight
+    y = run(layer, x, tokens(4, n))[0]
+    assert numerics.sqnr(stock(x).detach(), y) > 15
+
+
 # -- the gradient of the bias -------------------------------------------------------------------
 
 

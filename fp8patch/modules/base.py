@@ -283,12 +283,14 @@ def prepare(module: Any, observe: bool, calibrating: bool = False) -> None:
     # An optimizer that is known marks the weight stale when it steps. Any other weight may have
     # been changed through `.data`, which moves no version counter: it is good for one outermost
     # entry.
-    current = (weakref.ref(weight), weight.data_ptr(), weight._version)
+    current = (weight.data_ptr(), weight._version)
     stale = module._fp8_weight_stale
     trusted = _is_watched(module) and not stale
     if (
         key is None
-        or key[:3] != current
+        # By identity: two weak references are compared by comparing what they refer to.
+        or key[0]() is not weight
+        or key[1:3] != current
         or (stale and observe)
         or not (trusted or key[3] == bank.entry)
     ):
@@ -298,7 +300,7 @@ def prepare(module: Any, observe: bool, calibrating: bool = False) -> None:
         _quantize_weight(module, weight, first, calibrating)
         if first:
             bank.weights_seen.add(module._fp8_path)
-        module._fp8_weight_key = (*current, bank.entry)
+        module._fp8_weight_key = (weakref.ref(weight), *current, bank.entry)
         # An evaluation between two steps observes nothing and uses the scales of the last one: the
         # next training forward has yet to see this weight.
         module._fp8_weight_stale = not observe
