@@ -15,10 +15,10 @@ import dataclasses
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -307,28 +307,52 @@ def leave_root(root: nn.Module, args: Any, output: Any) -> None:
         bank: Any = root._fp8_bank
         if bank.observation is not None:
             bank.observation.saw_result(output)
-        arm_backward(output, bank, region)
+        armed = arm_backward(output, bank, region)
+        if not armed and any(parameter.requires_grad for parameter in root.parameters()):
+            messages.once(
+                f"output of {type(root)}",
+                f"no gradient can reach what {type(root).__name__} returns, so its backward will "
+                "not be noticed: return the tensors that the loss is computed from (gradient "
+                "checkpointing would recompute without FP8 otherwise).",
+            )
 
 
 # -- backward -----------------------------------------------------------------------------------
 
 
-def arm_backward(output: Any, bank: Bank, region: Region) -> None:
-    """Open the region again when a gradient reaches `output` (a tensor, or a structure of them)."""
+def arm_backward(output: Any, bank: Bank, region: Region) -> bool:
+    """Open the region again when a gradient reaches `output` (a tensor, or a structure of them).
+
+    Returns whether anything in `output` can have a gradient.
+    """
     hook = functools.partial(_reopen, weakref.ref(bank), dataclasses.replace(region, reopened=True))
-    pending, done = [output], set()
+    # Objects of unknown classes only where nothing else is: a cache of keys and values is one.
+    tensors = _differentiable(output, opaque=False) or _differentiable(output, opaque=True)
+    for tensor in tensors:
+        tensor.register_hook(hook)
+    return bool(tensors)
+
+
+def _differentiable(output: Any, opaque: bool) -> list[Tensor]:
+    found: list[Tensor] = []
+    pending, seen = [output], dict[int, Any]()
     while pending:
         value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
         if isinstance(value, Tensor):
-            if value.requires_grad and id(value) not in done:
-                done.add(id(value))
-                value.register_hook(hook)
-        elif isinstance(value, dict):
+            # A leaf (CLIP's logit scale, say) would keep the hook for every backward to come.
+            found.extend([value] if value.requires_grad and not value.is_leaf else [])
+        elif isinstance(value, Mapping):
             pending.extend(value.values())
         elif isinstance(value, (list, tuple)):
             pending.extend(value)
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            pending.extend(vars(value).values())
+        elif isinstance(value, (type, nn.Module, ModuleType)):
+            continue
+        elif opaque or dataclasses.is_dataclass(value):
+            pending.extend(getattr(value, "__dict__", {}).values())
+    return found
 
 
 def _reopen(bank: "weakref.ref[Bank]", region: Region, grad: Tensor) -> None:

@@ -1,5 +1,6 @@
 """Gradient checkpointing: recomputation sees what the first pass saw, to the last bit."""
 
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -189,3 +190,82 @@ def test_fp8_off_is_stock_under_checkpointing(reentrant: bool) -> None:
         return fp8(enabled=False)
 
     assert_equal_steps(train(model, inputs, off), train(stock, inputs, off))
+
+
+class Opaque:
+    """An output of a class that nobody knows."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+        self.self = self
+
+
+@REENTRANT
+@pytest.mark.parametrize("pack", [Opaque, lambda t: UserDict(t=t), lambda t: [{"a": (None, t)}]])
+def test_outputs_of_unknown_classes(reentrant: bool, pack: Any) -> None:
+    class Packs(Checkpointed):
+        def forward(self, x: Tensor) -> Any:
+            return pack(super().forward(x))
+
+    def unpack(output: Any) -> Tensor:
+        while not isinstance(output, Tensor):
+            if isinstance(output, Opaque):
+                output = output.value
+            else:
+                output = list(getattr(output, "values", lambda o=output: o)())[-1]
+        return output
+
+    def run(model: Any) -> Any:
+        optimizer = sgd(fp8patch.convert_model(model))
+        for seed in range(3):
+            optimizer.zero_grad()
+            with fp8():
+                output = model(noise(5, WIDTH, seed=seed).requires_grad_())
+            unpack(output).square().mean().backward()
+            optimizer.step()
+        return grads(model), scales(model)
+
+    packed = seeded(Packs)
+    packed.reentrant = reentrant
+    (gradients, fixed), (plain, plain_fixed) = run(packed), run(blocks())
+    assert same(gradients, plain)
+    assert fixed == plain_fixed
+
+
+def test_an_output_without_gradients_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    class Stores(Blocks):
+        def forward(self, x: Tensor) -> Any:
+            self.loss = super().forward(x).square().mean()
+
+    model = fp8patch.convert_model(seeded(Stores))
+    for _ in range(2):
+        with fp8():
+            model(noise(5, WIDTH))
+        model.loss.backward()
+    lines = [line for line in capsys.readouterr().err.splitlines() if "Stores" in line]
+    assert len(lines) == 1
+    assert "checkpointing" in lines[0]
+    with torch.no_grad(), fp8():
+        model(noise(5, WIDTH))
+
+
+def test_backward_inside_the_region() -> None:
+    def run(inside: bool) -> dict[str, Tensor]:
+        model = fp8patch.convert_model(checkpointed(False))
+        optimizer = sgd(model)
+        for seed in range(3):
+            optimizer.zero_grad()
+            with fp8():
+                loss = model(noise(5, WIDTH, seed=seed)).square().mean()
+                if inside:
+                    loss.backward()
+                    region = amp.active()
+                    assert region is not None
+                    assert not region.reopened
+            if not inside:
+                loss.backward()
+            optimizer.step()
+            assert amp.active() is None
+        return grads(model)
+
+    assert same(run(True), run(False))

@@ -133,6 +133,25 @@ def test_a_backward_that_raises_leaves_no_open_region() -> None:
     assert ran_in_fp8(model, noise(3, WIDTH))
 
 
+def test_a_parameter_that_is_returned_gets_no_hook() -> None:
+    class WithScale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.scale = Block(), nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Any:
+            return {"output": self.block(x) * self.scale, "scale": self.scale, "input": x}
+
+    model = fp8patch.convert_model(seeded(WithScale))
+    x = noise(5, WIDTH).requires_grad_()
+    for _ in range(3):
+        with fp8():
+            output = model(x)
+        (output["output"].sum() * output["scale"]).backward()
+    assert not model.scale._backward_hooks
+    assert not x._backward_hooks
+
+
 def test_a_forward_that_raises_leaves_no_open_region() -> None:
     model = fp8patch.convert_model(blocks())
     with pytest.raises(RuntimeError), fp8():
