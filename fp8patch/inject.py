@@ -123,6 +123,7 @@ def disarm() -> None:
     global _run
     if nn.Module.__call__ in (_call, _call_through):
         nn.Module.__call__ = _stock_call  # type: ignore[method-assign]
+    inject_compat.remove_excepthook()
     if _run is not None:
         _run.close()
     _run = None

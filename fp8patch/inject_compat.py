@@ -14,7 +14,7 @@ from typing import Any
 from fp8patch import messages
 from fp8patch.errors import Fp8PatchError
 
-__all__ = ["install_excepthook", "suggestion", "supply_names"]
+__all__ = ["install_excepthook", "remove_excepthook", "suggestion", "supply_names"]
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _OURS = tuple(os.path.join(_HERE, name) for name in ("inject.py",))
@@ -93,6 +93,12 @@ def install_excepthook() -> None:
     if sys.excepthook is not _excepthook:
         _previous_hook = sys.excepthook
         sys.excepthook = _excepthook
+
+
+def remove_excepthook() -> None:
+    """Undo `install_excepthook`."""
+    if sys.excepthook is _excepthook:
+        sys.excepthook = _previous_hook
 
 
 def _excepthook(

@@ -186,8 +186,7 @@ class Run:
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             return True
         # An evaluation before the first step: the optimizer knows what will train.
-        held = {id(p) for o in list(_optimizers) for g in o.param_groups for p in g["params"]}
-        return any(id(p) in held for p in module.parameters())
+        return _has_optimizer(module)
 
     def _resolve(self, device: torch.device) -> None:
         from fp8patch.hardware import detect, resolve_backend
@@ -228,7 +227,10 @@ class Run:
 
             convert_model(inner, plan)
             inject_sidecar.restore(inner)
-            self._banks.append(inner.__dict__["_fp8_bank"])
+            bank = vars(inner)["_fp8_bank"]
+            # Or else each micro-batch of the first step would count as a step.
+            bank.optimizer_seen = bank.optimizer_seen or _has_optimizer(module)
+            self._banks.append(bank)
             self.record.coverage.watch(inner, plan)
         strict = self.options.backend == "fp8"
         model = Model(module, self.record, execution, strict=strict, plan=plan)
@@ -323,6 +325,11 @@ class Run:
 
 def _trainable(module: nn.Module) -> bool:
     return any(p.requires_grad for p in module.parameters())
+
+
+def _has_optimizer(module: nn.Module) -> bool:
+    held = {id(p) for o in list(_optimizers) for g in o.param_groups for p in g["params"]}
+    return any(id(p) in held for p in module.parameters())
 
 
 def _track_optimizers() -> None:

@@ -1,0 +1,132 @@
+"""Two ranks under DDP, each patched by `enable`; run as a program by test_inject_ddp.py.
+
+Prints one JSON object a rank: what each case saw.
+"""
+
+import json
+import os
+import socket
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8patch
+from fp8patch import scaling
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Rank:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.data = torch.Generator().manual_seed(rank)
+        self.reductions = 0
+        self.found: dict[str, Any] = {}
+
+    def start(self) -> None:
+        torch.manual_seed(0)
+        self.model = DistributedDataParallel(MLP())
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        self.reductions = 0
+
+    def backward(self) -> None:
+        x = torch.randn(8, 32, generator=self.data) * (1 + 3 * self.rank)
+        self.model(x).square().mean().backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def scales(self) -> list[float]:
+        modules = [m for m in self.model.modules() if getattr(m, "_fp8_input_slot", None)]
+        slots = [(m._fp8_input_slot, m._fp8_weight_slot, m._fp8_grad_slot) for m in modules]
+        return [float(slot.scale) for three in slots for slot in three]
+
+    def parameters(self) -> list[float]:
+        return [float(p.double().sum()) for p in self.model.parameters()]
+
+    def note(self, case: str, **more: Any) -> None:
+        state = {"scales": self.scales(), "parameters": self.parameters()}
+        self.found[case] = state | {"reductions": self.reductions} | more
+
+    # -- cases ----------------------------------------------------------------------------------
+
+    def plain(self) -> None:
+        self.start()
+        for _ in range(4):
+            self.backward()
+            self.step()
+        self.note("plain")
+
+    def no_sync(self) -> None:
+        self.start()
+        for _ in range(3):
+            with self.model.no_sync():
+                self.backward()
+                self.backward()
+            self.backward()
+            self.step()
+        self.note("no_sync")
+
+    def one_rank_alone(self) -> None:
+        self.start()
+        inner = self.model.module
+        for _ in range(4):
+            self.backward()
+            self.step()
+            if self.rank == 0:  # between a step and the next forward, when an update is due
+                with torch.no_grad():
+                    inner(torch.randn(4, 32))
+                inner(torch.randn(4, 32))
+                inner(torch.randn(4, 32)).sum()
+        self.backward()
+        self.note("one_rank_alone")
+
+    def join(self) -> None:
+        self.start()
+        with self.model.join():
+            for _ in range(2 + 2 * self.rank):
+                self.backward()
+                self.step()
+        for _ in range(2):
+            self.backward()
+            self.step()
+        self.note("join")
+
+
+def work(rank: int, port: int, directory: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    fp8patch.enable(backend="emulate")
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    this = Rank(rank)
+    reduce = scaling._reduce_max
+
+    def counted(*args: Any) -> None:
+        this.reductions += 1
+        reduce(*args)
+
+    scaling._reduce_max = counted
+    for case in (this.plain, this.no_sync, this.one_rank_alone, this.join):
+        case()
+    with open(os.path.join(directory, f"{rank}.json"), "w") as file:
+        json.dump(this.found, file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(work, (port, sys.argv[1]), nprocs=2)

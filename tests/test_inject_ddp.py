@@ -1,0 +1,54 @@
+"""DDP over two CPU processes: one reduction a step, equal scales, and nobody left waiting."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What both ranks saw, and what they said."""
+    directory = tmp_path_factory.mktemp("ranks")
+    done = subprocess.run(
+        [sys.executable, HERE / "ddp_cases.py", directory],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)},
+    )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
+    return *found, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("case", "reductions"), [("plain", 3), ("no_sync", 2), ("one_rank_alone", 4)]
+)
+def test_scales_and_parameters_are_equal_over_ranks(ranks: Any, case: str, reductions: int) -> None:
+    first, second, _ = ranks
+    assert first[case]["parameters"] == second[case]["parameters"]
+    assert first[case]["scales"] == second[case]["scales"]
+    assert all(scale > 0 for scale in first[case]["scales"])
+    # One between any two steps: also with micro-batches, and with calls that one rank makes alone.
+    assert first[case]["reductions"] == second[case]["reductions"] == reductions
+
+
+def test_under_join_scales_are_local_and_nobody_hangs(ranks: Any) -> None:
+    first, second, said = ranks
+    assert first["join"]["reductions"] == second["join"]["reductions"] == 0
+    assert first["join"]["parameters"] == second["join"]["parameters"]
+    assert first["join"]["scales"] != second["join"]["scales"]
+    assert "under DDP's join()" in said
+
+
+def test_rank_0_speaks_for_all(ranks: Any) -> None:
+    said = ranks[2]
+    assert said.count("2 of 2 Linears in FP8") == 4  # four models, one rank
+    assert said.count("summary:") == 1

@@ -1,0 +1,369 @@
+"""Which modules are taken for models, what their calls run in, and what is refused."""
+
+import copy
+import dataclasses
+import sys
+import types
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from injected import armed
+from torch import Tensor, nn
+from trap_models import bert, blocks, llama, noise, tokens
+
+import fp8patch
+from fp8patch.errors import ConversionError, Fp8PatchError, PlanError
+from fp8patch.inject_outputs import find_loss, to_fp32, tokens_of
+from fp8patch.modules.gemms import Float8Gemms
+
+
+class Wrapped(nn.Module):
+    """A task that holds the model and its loss, as timm has it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.model(x).square().mean()
+        return loss
+
+
+@pytest.fixture
+def gemms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one for each FP8 GEMM forward."""
+    seen: list[int] = []
+    original = Float8Gemms.forward
+
+    def counted(ctx: Any, *args: Any) -> Any:
+        seen.append(1)
+        return original(ctx, *args)
+
+    monkeypatch.setattr(Float8Gemms, "forward", staticmethod(counted))
+    return seen
+
+
+def is_converted(model: nn.Module) -> bool:
+    return any(hasattr(type(m), "_fp8_base") for m in model.modules())
+
+
+def train(model: Any, x: Tensor, optimizer: Any = None) -> None:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
+    output = model(x)
+    output.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# -- which modules --------------------------------------------------------------------------------
+
+
+def test_two_models_that_train_are_both_converted(capsys: pytest.CaptureFixture[str]) -> None:
+    generator, critic = blocks(), blocks(depth=3)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (generator, critic)]
+    with armed(backend="emulate") as run:
+        for _ in range(3):
+            train(critic, generator(noise(4, 32)).detach(), optimizers[1])
+            critic(generator(noise(4, 32))).mean().backward()
+            optimizers[0].step()
+        assert run.record.steps == 3
+        assert [len(m.plan.converted()) for m in run.models] == [6, 9]
+    assert is_converted(generator)
+    assert is_converted(critic)
+
+
+def test_teachers_and_metrics_are_left_alone(gemms: list[int]) -> None:
+    model, teacher, metric = blocks(), blocks().requires_grad_(False), blocks()
+    with armed(backend="emulate"):
+        for _ in range(3):
+            teacher(noise(4, 32))
+            train(model, noise(4, 32))
+            with torch.no_grad():
+                stock = metric(noise(4, 32))
+    assert stock.dtype == torch.float32
+    assert torch.equal(stock, metric(noise(4, 32)))
+    assert is_converted(model)
+    assert not is_converted(teacher)
+    assert not is_converted(metric)
+
+
+@pytest.mark.parametrize("pattern", ["Blo*", "my_teach*"])
+def test_roots_names_a_frozen_one_by_class_or_variable(pattern: str) -> None:
+    my_teacher = blocks().requires_grad_(False)
+    with armed(backend="emulate", roots=[pattern]):
+        my_teacher(noise(4, 32))
+    assert is_converted(my_teacher)
+
+
+def test_roots_that_match_nothing_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with armed(backend="emulate", roots=["Nothing"]) as run:
+        train(blocks(), noise(4, 32))
+        run.finish()
+    assert "--roots: no model is called Nothing" in capsys.readouterr().err
+
+
+def test_a_call_without_gradients_comes_first() -> None:
+    with_optimizer, without = blocks(), blocks()
+    optimizer = torch.optim.SGD(with_optimizer.parameters(), lr=0.1)
+    with armed(backend="emulate"):
+        made_later = torch.optim.SGD(blocks().parameters(), lr=0.1)
+        assert made_later.param_groups
+        known = torch.optim.SGD(with_optimizer.parameters(), lr=0.1)
+        for _ in range(5):
+            with torch.no_grad():
+                with_optimizer(noise(4, 32))
+                without(noise(4, 32))
+        assert is_converted(with_optimizer)
+        assert not is_converted(without)
+        train(without, noise(4, 32))
+        assert is_converted(without)
+    del optimizer, known
+
+
+def test_a_single_linear_and_a_loss_are_no_models() -> None:
+    linear, loss = nn.Linear(32, 32), nn.MSELoss()
+    with armed(backend="emulate") as run:
+        loss(linear(noise(4, 32)), noise(4, 32)).backward()
+        assert not run.models
+    assert type(linear) is nn.Linear
+
+
+def test_inner_module_copy_and_wrapper_run_in_fp8_too(gemms: list[int]) -> None:
+    model = blocks()
+    task = Wrapped(model)
+    with armed(backend="emulate"):
+        optimizer = torch.optim.SGD(task.parameters(), lr=0.1)
+        for _ in range(2):
+            task(noise(4, 32)).backward()
+            optimizer.step()
+        average = copy.deepcopy(model)
+        del gemms[:]
+        with torch.no_grad():
+            assert model(noise(4, 32)).dtype == torch.float32
+        assert len(gemms) == 4
+        with torch.no_grad():
+            before = average(noise(4, 32))
+            for p in model.parameters():
+                p.mul_(3)
+            after = average(noise(4, 32))
+            for p in average.parameters():
+                p.zero_()
+            zeroed = average(noise(4, 32))
+        assert len(gemms) == 16
+        assert torch.equal(before, after), "the copy computes with the original's weights"
+        assert torch.equal(zeroed, noise(4, 32))
+        Wrapped(Wrapped(model)).model(noise(4, 32))
+        assert len(gemms) == 20
+
+
+def test_generate_runs_in_fp8(gemms: list[int]) -> None:
+    model = llama()
+    with armed(backend="emulate"):
+        model(input_ids=tokens(), labels=tokens()).loss.backward()
+        del gemms[:]
+        model.generate(tokens(1, 4), max_new_tokens=2, do_sample=False)
+    assert len(gemms) == 28
+
+
+# Dynamo instantiates autograd functions, which warns.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_root(gemms: list[int]) -> None:
+    model = torch.compile(blocks(), backend="aot_eager")
+    with armed(backend="emulate") as run:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(3):
+            train(model, noise(4, 32), optimizer)
+        assert run.record.steps == 3
+        assert run.record.coverage.totals()["fp8_calls"] == 4
+        assert run.models[0].name == "Blocks"
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs >= 1
+    torch._dynamo.reset()
+
+
+# peft asks transformers by a name that is going to change.
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_peft(gemms: list[int]) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    model = peft.get_peft_model(llama(), config)
+    frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
+    with armed(backend="emulate") as run:
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+        for _ in range(3):
+            model(input_ids=tokens(), labels=tokens()).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert run.record.steps == 3
+        assert run.record.coverage.totals()["fp8_calls"] == 14
+    assert all(torch.equal(p, frozen[n]) for n, p in model.named_parameters() if n in frozen)
+
+
+def test_a_head_that_is_replaced_mid_run(gemms: list[int]) -> None:
+    model = bert()
+    with armed(backend="emulate"):
+        model(input_ids=tokens(), labels=tokens()).loss.backward()
+        model.cls.predictions.transform.dense = nn.Linear(32, 32)
+        del gemms[:]
+        model(input_ids=tokens(), labels=tokens()).loss.backward()
+    assert len(gemms) == 12
+
+
+# -- what a call runs in --------------------------------------------------------------------------
+
+
+def test_a_model_in_bf16_is_not_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    model = blocks().bfloat16()
+    model.layers[0].up.register_forward_hook(
+        lambda *_: seen.append(torch.is_autocast_enabled("cpu"))
+    )
+    with armed(backend="emulate"):
+        output = model(noise(4, 32).bfloat16())
+    assert output.dtype == torch.bfloat16
+    assert seen == [False]
+
+
+def test_fp16_autocast_of_the_script_is_left_alone(gemms: list[int]) -> None:
+    model, scaler = blocks(), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    start = [p.clone() for p in model.parameters()]
+    with armed(backend="emulate"):
+        with torch.autocast("cpu", torch.float16):
+            hidden = model.layers[0].up.weight.dtype, model(noise(4, 32))
+            loss = hidden[1].square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert gemms
+    assert all(not torch.equal(a, b) for a, b in zip(start, model.parameters(), strict=True))
+
+
+@dataclasses.dataclass
+class Output:
+    x: Tensor
+    note: str = "kept"
+
+
+class Pair(NamedTuple):
+    a: Tensor
+    b: Any
+
+
+def test_outputs_keep_their_type() -> None:
+    from transformers import DynamicCache
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    narrow, ids, cache = noise(2, 3).bfloat16(), torch.arange(3), DynamicCache()
+    hf: Any = to_fp32(CausalLMOutputWithPast(logits=narrow, past_key_values=cache))
+    assert type(hf) is CausalLMOutputWithPast
+    assert hf.logits.dtype == hf["logits"].dtype == torch.float32
+    assert hf.past_key_values is cache
+    assert hf.loss is None
+    pair = to_fp32(Pair(narrow, (ids, [narrow])))
+    assert type(pair) is Pair
+    assert pair.b[0] is ids
+    assert pair.b[1][0].dtype == torch.float32
+    output = to_fp32(Output(narrow))
+    assert type(output) is Output
+    assert output.x.dtype == torch.float32
+    assert output.note == "kept"
+    untouched = {"a": ids, "b": (noise(2),)}
+    assert to_fp32(untouched) is untouched
+    assert to_fp32(narrow.requires_grad_()).grad_fn is not None
+
+
+def test_losses_and_batch_sizes_are_found() -> None:
+    loss = noise(3).requires_grad_().sum()
+    logits = noise(2, 3).requires_grad_() * 1
+    for output in (loss, (logits, loss), {"loss": loss}, types.SimpleNamespace(loss=loss)):
+        found = find_loss(output)
+        assert found is not None
+        assert torch.equal(found, loss)
+        assert not found.requires_grad
+    assert find_loss((loss, loss)) is find_loss(logits) is find_loss(None) is None
+    assert tokens_of(nn.Linear(1, 1), (), {"input_ids": tokens(3, 5)}) == 15
+    assert tokens_of(nn.Linear(1, 1), (noise(2, 7, 32),), {}) == 14
+    patches = nn.Sequential(nn.Conv2d(3, 8, 4, 4))
+    assert tokens_of(patches, (noise(2, 3, 16, 16),), {}) == 32
+    assert tokens_of(nn.Linear(1, 1), ("text",), {}) is None
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+def pretend(module: nn.Module, name: str, origin: str) -> nn.Module:
+    """`module` as if its class were `origin.name`."""
+    module.__class__ = type(name, (type(module),), {"__module__": origin})
+    return module
+
+
+def conflicting(kind: str) -> nn.Module:
+    model = blocks()
+    if kind == "DataParallel":
+        return nn.DataParallel(model)
+    if kind == "torchao":
+        pretend(model.layers[0].up, "Float8Linear", "torchao.float8.float8_linear")
+    elif kind == "Transformer Engine":
+        pretend(model.layers[0].norm, "LayerNormLinear", "transformer_engine.pytorch.module")
+    elif kind == "DeepSpeed":
+        return pretend(Wrapped(model), "DeepSpeedEngine", "deepspeed.runtime.engine")
+    elif kind == "quantised":
+        model.is_quantized = True
+    else:
+        pretend(model, "FullyShardedDataParallel", "torch.distributed.fsdp")
+        model._use_orig_params = False
+    return model
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["DataParallel", "torchao", "Transformer Engine", "DeepSpeed", "quantised", "FSDP1"],
+)
+def test_conflicts_are_refused_before_anything_is_touched(kind: str) -> None:
+    model = conflicting(kind)
+    keys = {name: type(m) for name, m in model.named_modules()}
+    with armed(backend="emulate") as run:
+        for _ in range(2):  # a script that catches it does not go on half-applied
+            with pytest.raises(ConversionError, match=kind):
+                model(noise(4, 32))
+        assert not run.models
+    assert {name: type(m) for name, m in model.named_modules()} == keys
+
+
+def test_accelerates_own_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with armed(backend="emulate"):
+        from accelerate.state import AcceleratorState
+
+        monkeypatch.setitem(AcceleratorState._shared_state, "_mixed_precision", "fp8")
+        with pytest.raises(ConversionError, match="mixed_precision='fp8'"):
+            blocks()(noise(4, 32))
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(ConversionError, match="ACCELERATE_MIXED_PRECISION=fp8"):
+        fp8patch.enable(backend="emulate")
+    from fp8patch import inject
+
+    inject.disarm()
+
+
+def test_a_pattern_that_matches_nothing_is_an_error() -> None:
+    with armed(backend="emulate", only=["*.nothing"]), pytest.raises(PlanError, match="nothing"):
+        blocks()(noise(4, 32))
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(Fp8PatchError, match="no option 'backends'"):
+        fp8patch.enable(backends="emulate")
+    with armed(backend="emulate"):
+        fp8patch.enable(backend="emulate", skip="*.up")  # nothing is converted yet
+        model = blocks()
+        model(noise(4, 32))
+        assert type(model.layers[0].up) is nn.Linear
+        with pytest.raises(Fp8PatchError, match="called before"):
+            fp8patch.enable(backend="bf16")
+
+
+def test_nothing_is_patched_afterwards() -> None:
+    assert nn.Module.__call__ is nn.Module._wrapped_call_impl
+    assert "fp8patch" not in getattr(sys.excepthook, "__module__", "")
