@@ -278,10 +278,22 @@ def enter_root(root: Any, args: Any) -> None:
     call = _RootCall(root, region, training)
     if not region.reopened:
         bank.enter(_entry, training, region.group)
+        if "torch._dynamo" in sys.modules and not bank.all_bound:
+            _bind_compiled(root, bank, training)
         if training and bank.observation is not None and not _roots:
             call.contexts = _observing(bank)
     _roots.append(call)
     _set(dataclasses.replace(region, training=training))
+
+
+def _bind_compiled(root: nn.Module, bank: Bank, training: bool) -> None:
+    """What a compiled block may call before any eager forward did: it can't bind it by itself."""
+    for block in root.modules():
+        if block._compiled_call_impl is not None:
+            for module in block.modules():
+                if getattr(module, "_fp8_bank", None) is bank and hasattr(module, "first_use"):
+                    first_use: Any = module.first_use
+                    first_use(training)
 
 
 def _observing(bank: Bank) -> list[AbstractContextManager[Any]]:

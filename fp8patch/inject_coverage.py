@@ -181,7 +181,7 @@ def _saw(module: Any, args: Any, kwargs: Any, output: Any) -> None:
 def _ran(module: Any, input: Tensor) -> dict[str, bool]:
     """Which GEMMs of the call that has just returned are in FP8: the module's own rule, again."""
     from fp8patch import amp
-    from fp8patch.modules.base import refusal
+    from fp8patch.modules.base import find_obstacle
 
     region = amp.active()
     none = {"fprop": False, "dgrad": False, "wgrad": False}
@@ -189,7 +189,7 @@ def _ran(module: Any, input: Tensor) -> dict[str, bool]:
         return none
     precision = region.recipe or module._fp8_bank.recipe
     try:
-        if refusal(module, input, region, precision):
+        if find_obstacle(module, input, region, precision) is not None:
             return none
     except Fp8PatchError:
         return none

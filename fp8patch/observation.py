@@ -116,11 +116,11 @@ class WatchReaders(TorchFunctionMode):
 
     def __enter__(self) -> Self:
         self._observation.watch(True)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
         self._observation.watch(False)
 
     def __torch_function__(

@@ -155,6 +155,11 @@ class Bank:
                     self.recipe.norm_output == "auto" and path in self.low_precision_norms
                 )
 
+    @property
+    def all_bound(self) -> bool:
+        """Was every module used (or prepared) by now?"""
+        return len(self._members) == len(self.paths)
+
     def members(self) -> Iterator[Any]:
         """The modules that were bound and still exist."""
         for path, reference in list(self._members.items()):

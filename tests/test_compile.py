@@ -131,14 +131,6 @@ def test_compiled_from_the_first_step_on() -> None:
     same_slots(compiled, eager)
 
 
-# A compiled forward binds no slots: the traced code finds None where the views should be.
-unbound = pytest.mark.xfail(
-    raises=torch._dynamo.exc.Unsupported,
-    reason="modules whose first call in FP8 is a compiled one are not bound to their bank",
-)
-
-
-@unbound
 def test_a_copy_runs_compiled_at_its_first_use() -> None:
     """No module of a copy has met its bank yet."""
     eager = build("delayed")
@@ -150,7 +142,6 @@ def test_a_copy_runs_compiled_at_its_first_use() -> None:
     same_slots(compiled, eager)
 
 
-@unbound
 def test_evaluated_before_it_is_trained() -> None:
     eager, compiled = build("delayed"), build("delayed")
     compile_blocks(compiled)
@@ -181,3 +172,26 @@ def test_off_compiles_to_the_stock_block() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         z = stock(x)
     assert torch.equal(y, z)
+
+
+@pytest.mark.parametrize("why", ["all bf16", "resized"])
+def test_what_runs_as_stock_in_eager_does_compiled(why: str) -> None:
+    """The rule of when a call is stock is the same rule, traced."""
+    recipe = (
+        fp8patch.Recipe(fprop="bf16", dgrad="bf16", wgrad="bf16") if why == "all bf16" else None
+    )
+    eager, compiled = (fp8patch.convert_model(Model(), recipe, include=("*",)) for _ in "ab")
+    compiled.load_state_dict(eager.state_dict())
+    x = torch.randn(2, 8, D)
+    for model in (eager, compiled):
+        train(model, 0, 1, x)
+        if why == "resized":
+            for block in model.blocks:
+                resized = torch.nn.Parameter(block.up.weight[:-1].detach().clone())
+                block.up.weight, block.up.out_features = resized, resized.shape[0]
+                block.up.bias = torch.nn.Parameter(block.up.bias[:-1].detach().clone())
+                block.down.weight = torch.nn.Parameter(block.down.weight[:, :-1].detach().clone())
+                block.down.in_features -= 1
+    compile_blocks(compiled)
+    with torch.autocast("cpu", torch.bfloat16), fp8patch.autocast(backend="emulate"):
+        assert torch.equal(eager(x), compiled(x))

@@ -5,7 +5,6 @@ Parameter is touched. Outside a region, and for an input that FP8 can't take, th
 stock class.
 """
 
-import weakref
 from typing import Any, ClassVar
 
 import torch
@@ -13,11 +12,13 @@ from torch import Tensor, nn
 
 from fp8patch import amp, messages
 from fp8patch.errors import HardwareError
-from fp8patch.modules.gemms import Float8Gemms, GemmSpec, Quantized, cast, cast_input
+from fp8patch.modules.extra_state import pack_state, unpack_state
+from fp8patch.modules.gemms import Float8Gemms, GemmSpec, cast_input
+from fp8patch.modules.weights import prepare
 from fp8patch.ops.quantize import ALIGNMENT
 from fp8patch.recipe import Recipe
 from fp8patch.scaling import Bank
-from fp8patch.slots import GRAD_OUTPUT, INPUT, WEIGHT, SlotState, grad_is_e5m2, limit
+from fp8patch.slots import GRAD_OUTPUT, INPUT, grad_is_e5m2, limit
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Dropped from a pickle and a deep copy; the first use makes them anew. Views cut from their bank by
@@ -67,6 +68,11 @@ class Float8Module(nn.Module):
         """
         whole = type(self.weight) in (nn.Parameter, Tensor) and not self.weight.is_meta
         if self._fp8_weight_q is not None and whole:
+            prepare(self, observe)
+
+    def first_use(self, observe: bool) -> None:
+        """Bind and quantise now: a compiled forward can't do it when it needs it."""
+        if self._fp8_weight_q is None and not self.weight.is_meta:
             prepare(self, observe)
 
     def extra_repr(self) -> str:
@@ -156,21 +162,27 @@ def stock_forward(module: Any, *args: Any) -> Any:
 def _forward_in_region(module: Any, input: Tensor, region: amp.Region) -> Tensor:
     recipe: Recipe = module._fp8_bank.recipe
     precision = region.recipe or recipe
-    observe = region.training is True or region.calibrating or region.reopened
-    if not torch.compiler.is_compiling():
-        if refusal(module, input, region, precision):
+    obstacle = find_obstacle(module, input, region, precision)
+    if torch.compiler.is_compiling():
+        # Everything that looks at or moves the bank was done where the root was entered.
+        if obstacle is not None:
             return stock_forward(module, input)  # type: ignore[no-any-return]
-        observe = amp.enter_module(module._fp8_bank, region)
-        prepare(module, observe, region.calibrating)
-        observation = module._fp8_bank.observation
-        if observation is not None and observe:
-            observation.saw_input(module._fp8_path, input)
-            observation.entering_module()
-            try:
-                return _run(module, input, region, precision, observe)
-            finally:
-                observation.leaving_module()
-    return _run(module, input, region, precision, observe)
+        observe = region.training is True or region.calibrating or region.reopened
+        return _run(module, input, region, precision, observe)
+    if obstacle is not None:
+        _report(obstacle, module, input, region)
+        return stock_forward(module, input)  # type: ignore[no-any-return]
+    observe = amp.enter_module(module._fp8_bank, region)
+    prepare(module, observe, region.calibrating)
+    observation = module._fp8_bank.observation
+    if observation is None or not observe:
+        return _run(module, input, region, precision, observe)
+    observation.saw_input(module._fp8_path, input)
+    observation.entering_module()
+    try:
+        return _run(module, input, region, precision, observe)
+    finally:
+        observation.leaving_module()
 
 
 def _run(
@@ -200,31 +212,51 @@ def _run(
     return output
 
 
-def refusal(module: Any, input: Tensor, region: amp.Region, precision: Recipe) -> bool:
-    """Must this call run as the stock class? Says why, once a module, where the user can't know."""
-    path, weight = module._fp8_path, module.weight
-    device = input.device.type
+def find_obstacle(module: Any, input: Tensor, region: amp.Region, precision: Recipe) -> str | None:
+    """Why this call must run as the stock class, or None. Looks only, so that it can be traced.
+
+    Returns:
+        "stock" where that is what was asked for, or where the stock class has to decide (it may
+        refuse, or compute in FP64); "misaligned", "rowwise" or "device" where the user can't know.
+    """
+    weight, device = module.weight, input.device.type
     if (precision.fprop, precision.dgrad, precision.wgrad) == ("bf16", "bf16", "bf16"):
-        return True
-    # Whatever the stock class would refuse, or compute in FP64, is its own business.
+        return "stock"
     if input.dtype not in _FLOATS or weight.dtype not in _FLOATS or input.dim() == 0:
-        return True
-    if device == "meta":
-        return True
-    k, n = weight.shape if module._fp8_in_out else weight.shape[::-1]
-    if input.shape[-1] != k or input.device != weight.device:
-        return True
+        return "stock"
+    in_features, out_features = _features(module)
+    elsewhere = device == "meta" or input.device != weight.device
+    if elsewhere or input.shape[-1] != in_features:
+        return "stock"
     if not torch.is_autocast_enabled(device) and input.dtype != weight.dtype:
-        return True
-    if (k % ALIGNMENT or n % ALIGNMENT) and module._fp8_bank.recipe.misaligned == "skip":
+        return "stock"
+    recipe: Recipe = module._fp8_bank.recipe
+    if recipe.misaligned == "skip" and (in_features % ALIGNMENT or out_features % ALIGNMENT):
+        return "misaligned"
+    if recipe.scaling == "rowwise" and not region.rowwise:
+        return "rowwise"
+    if region.execution == "fp8" and device != "cuda":
+        return "device"
+    return None
+
+
+def _features(module: Any) -> tuple[int, int]:
+    rows, cols = module.weight.shape
+    return (rows, cols) if module._fp8_in_out else (cols, rows)
+
+
+def _report(obstacle: str, module: Any, input: Tensor, region: amp.Region) -> None:
+    """Say why a call ran as the stock class, once; an error where FP8 was asked for by name."""
+    path = module._fp8_path
+    if obstacle == "misaligned":
+        k, n = _features(module)
         messages.once(
             f"misaligned {path} {n} {k}",
             f"{path}: out_features={n}, in_features={k} is no longer a multiple of 16 (resized "
             "after conversion?), so it runs in the model's own precision. A recipe with "
             "`misaligned: pad` keeps it in FP8.",
         )
-        return True
-    if module._fp8_bank.recipe.scaling == "rowwise" and not region.rowwise:
+    elif obstacle == "rowwise":
         lacks = "this GPU has no FP8 GEMM with one scale a row (that needs compute capability 9.0)"
         if region.strict:
             raise HardwareError(
@@ -232,8 +264,7 @@ def refusal(module: Any, input: Tensor, region: amp.Region, precision: Recipe) -
                 "with the recipe 'delayed' or 'current', or use backend='emulate'."
             )
         messages.once("no rowwise", f"FP8 is off: {lacks}; 'delayed' and 'current' run here.")
-        return True
-    if region.execution == "fp8" and device != "cuda":
+    elif obstacle == "device":
         if region.strict:
             raise HardwareError(
                 f"{path}: backend='fp8' was asked for, but the module is on {input.device}. Move "
@@ -242,8 +273,6 @@ def refusal(module: Any, input: Tensor, region: amp.Region, precision: Recipe) -
         messages.once(
             "fp8 off device", f"{path} is on {input.device}: it runs in its own precision."
         )
-        return True
-    return False
 
 
 def make_spec(
@@ -268,115 +297,3 @@ def make_spec(
         out_dtype=torch.get_autocast_dtype(device) if autocast else input.dtype,
         in_out=module._fp8_in_out,
     )
-
-
-# -- the quantised weight -------------------------------------------------------------------------
-
-
-def prepare(module: Any, observe: bool, calibrating: bool = False) -> None:
-    """Bind the slots and quantise the weight, where either is out of date."""
-    bank: Bank = module._fp8_bank
-    weight = module.weight
-    if module._fp8_device != weight.device:
-        bank.bind(module)
-    key = module._fp8_weight_key
-    # An optimizer that is known marks the weight stale when it steps. Any other weight may have
-    # been changed through `.data`, which moves no version counter: it is good for one outermost
-    # entry.
-    current = (weight.data_ptr(), weight._version)
-    stale = module._fp8_weight_stale
-    trusted = _is_watched(module) and not stale
-    if (
-        key is None
-        # By identity: two weak references are compared by comparing what they refer to.
-        or key[0]() is not weight
-        or key[1:3] != current
-        or (stale and observe)
-        or not (trusted or key[3] == bank.entry)
-    ):
-        # Observed once between two updates, so that what is counted does not depend on how often
-        # the cast had to be repeated (more often before the optimizer is known: after a resume).
-        first = observe and module._fp8_path not in bank.weights_seen
-        _quantize_weight(module, weight, first, calibrating)
-        if first:
-            bank.weights_seen.add(module._fp8_path)
-        module._fp8_weight_key = (weakref.ref(weight), *current, bank.entry)
-        # An evaluation between two steps observes nothing and uses the scales of the last one: the
-        # next training forward has yet to see this weight.
-        module._fp8_weight_stale = not observe
-
-
-def _is_watched(module: Any) -> bool:
-    """Does whatever changes the weight announce it? A frozen one is changed by no optimizer, but
-    by an adapter that is merged into it.
-    """
-    return bool(module._fp8_weight_owned and module.weight.requires_grad)
-
-
-# Tensors born under inference_mode could not be saved for a later backward.
-@torch.inference_mode(False)
-@torch.no_grad()
-def _quantize_weight(module: Any, weight: Tensor, observe: bool, calibrating: bool) -> None:
-    recipe: Recipe = module._fp8_bank.recipe
-    rows = weight.detach().t() if module._fp8_in_out else weight.detach()
-    missing = -rows.shape[0] % ALIGNMENT
-    if missing:
-        rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
-    new = cast(
-        rows,
-        module._fp8_weight_slot,
-        limit(recipe, WEIGHT),
-        e5m2=False,
-        rowwise=recipe.scaling == "rowwise",
-        live=recipe.scaling == "current" or calibrating,
-        observe=observe,
-        transpose=True,
-    )
-    old: Quantized | None = module._fp8_weight_q
-    if old is None or not _is_watched(module) or old.rows.shape != new.rows.shape:
-        # Fresh tensors: a graph that is still to run backward may hold the old ones, and what it
-        # holds is right (the weight may not even have changed).
-        module._fp8_weight_q = new
-        return
-    # In place: as in stock PyTorch, a backward through a weight that has since been stepped raises.
-    for target, source in zip(old, new, strict=True):
-        target.copy_(source)
-
-
-# -- extra state: one tensor a module, for torch.save(model.state_dict())
-# ----------------------------
-
-
-def pack_state(module: Any) -> Tensor:
-    """FP64 1-D: for each slot [scale, pending, n, counts x 4, history x n], after a
-    `due` of the bank.
-
-    FP64 holds every FP32 and every count up to 2^53 exactly.
-    """
-    bank: Bank = module._fp8_bank
-    values = [float(bank.due)]
-    for role in (INPUT, WEIGHT, GRAD_OUTPUT):
-        path = module._fp8_path
-        state = bank.read(bank.siblings.get(path, path) if role == INPUT else path, role)
-        values += [float(state.scale), float(state.amax), len(state.history)]
-        values += [float(count) for count in state.counts] + state.history.double().tolist()
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def unpack_state(module: Any, packed: Tensor) -> None:
-    """Undo `pack_state`."""
-    bank: Bank = module._fp8_bank
-    values = packed.cpu()
-    bank.stepped = bool(values[0])
-    at = 1
-    for role in (INPUT, WEIGHT, GRAD_OUTPUT):
-        scale, pending, length = (values[at + i] for i in range(3))
-        stop = at + 7 + int(length)
-        state = SlotState(
-            values[at + 7 : stop].float(),
-            scale.float(),
-            pending.float(),
-            values[at + 3 : at + 7].long(),
-        )
-        bank.write(module._fp8_path, role, state)
-        at = stop

@@ -51,6 +51,11 @@ class Float8LayerNorm(nn.LayerNorm):
             bank.observation.saw_norm(self._fp8_path, output)
         return output
 
+    def first_use(self, observe: bool) -> None:
+        """Meet the bank now: a compiled forward can't."""
+        if self._fp8_narrow is None:
+            self._fp8_bank.adopt_norm(self)
+
     def __getstate__(self) -> dict[str, Any]:
         # A copy has a bank of its own, which has to get to know it.
         return {**self.__dict__, "_fp8_narrow": None}
