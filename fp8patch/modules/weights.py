@@ -1,7 +1,7 @@
 """The quantised weight of a module: when it is out of date, and how it is replaced.
 
 It holds both layouts, [N, K] for fprop and [K, N] for dgrad, and is made once an optimizer step
-where an optimizer is known to own the weight. Any other weight may have been changed through `.data`,
+where an optimizer is known to own the weight. Any other weight may be changed through `.data`,
 which moves no version counter: what was made of it is good for one outermost entry (see amp.py).
 """
 
