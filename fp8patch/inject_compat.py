@@ -85,6 +85,8 @@ def suggestion(error: BaseException) -> str | None:
 # -- uncaught errors -------------------------------------------------------------------------------
 
 _previous_hook: Any = None
+# The script ended by an exception.
+crashed = False
 
 
 def install_excepthook() -> None:
@@ -104,6 +106,8 @@ def remove_excepthook() -> None:
 def _excepthook(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
+    global crashed
+    crashed = True
     if isinstance(error, Fp8PatchError):
         if os.environ.get("FP8PATCH_DEBUG") == "1":
             traceback.print_exception(kind, error, trace)

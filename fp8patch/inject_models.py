@@ -3,6 +3,7 @@
 import fnmatch
 import sys
 import weakref
+from collections.abc import Container
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from fp8patch.inject_record import Record
     from fp8patch.plan import Plan
 
-__all__ = ["Ignored", "Model", "chain", "contents", "first_float", "names_of"]
+__all__ = ["Ignored", "Model", "chain", "contents", "first_float", "matches", "unconverted"]
 
 # Classes of other FP8 libraries are no nn.Linear, and are looked for to be refused.
 _FOREIGN = ("transformer_engine",)
@@ -56,6 +57,18 @@ def contents(module: nn.Module) -> Literal["nothing", "candidates", "converted"]
     return found
 
 
+def unconverted(module: nn.Module, decided: Container[nn.Module]) -> list[str]:
+    """Paths of the Linears in `module` that train, and on which no plan has decided."""
+    return [
+        path
+        for path, part in module.named_modules()
+        if isinstance(part, nn.Linear)
+        and not hasattr(type(part), "_fp8_base")
+        and part not in decided
+        and part.weight.requires_grad
+    ]
+
+
 def names_of(module: nn.Module) -> set[str]:
     """Class names of a model and its wrappers, and the variables that the callers hold it in."""
     parts = chain(module)
@@ -90,7 +103,7 @@ class Ignored:
 
     def __init__(self, reference: "weakref.ref[nn.Module]") -> None:
         self.reference = reference
-        self.calls = 0
+        self.calls = 1
         # It holds something to convert, and nothing that trains.
         self.frozen = True
 

@@ -69,7 +69,8 @@ class Status:
     """This process's file in the parent's directory, which may be gone."""
 
     def __init__(self, directory: str) -> None:
-        self._path = os.path.join(directory, f"{os.getpid()}.json") if directory else ""
+        self._pid = os.getpid()
+        self._path = os.path.join(directory, f"{self._pid}.json") if directory else ""
         self.values: dict[str, Any] = {
             "armed": False,
             "rank": 0,
@@ -81,7 +82,7 @@ class Status:
 
     def write(self, **changes: Any) -> None:
         self.values.update(changes, rank=rank())
-        if self._path:
+        if self._path and os.getpid() == self._pid:
             write_json(self._path, self.values)
 
 

@@ -9,12 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8patch import inject_compat, inject_sidecar, messages
 from fp8patch import inject_conflicts as conflicts
-from fp8patch import inject_sidecar, messages
 from fp8patch.errors import Fp8PatchError, PlanError
-from fp8patch.inject_models import Ignored, Model, chain, contents, first_float, matches
+from fp8patch.inject_models import (
+    Ignored,
+    Model,
+    chain,
+    contents,
+    first_float,
+    matches,
+    unconverted,
+)
 from fp8patch.inject_outputs import tokens_of
 from fp8patch.inject_record import Record, Status, rank
+from fp8patch.inject_training import has_optimizer, is_trainable, track_optimizers, trains
 from fp8patch.train_options import TrainOptions
 
 __all__ = ["Run"]
@@ -22,9 +31,6 @@ __all__ = ["Run"]
 _BF16_ENV = "ACCELERATE_MIXED_PRECISION"
 _CHECK_STEPS = 3
 _DEFAULT_TOKENS = 4096
-
-# Optimizers that exist: a model whose parameters one holds is going to train.
-_optimizers: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
 
 
 class Run:
@@ -52,10 +58,11 @@ class Run:
         self._refusal: Fp8PatchError | None = None
         self._banks: list[Any] = []
         self._unmatched = set(options.roots)
+        self._decided: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._pid = os.getpid()
         self._said = False
         if options.backend != "off":
-            _track_optimizers()
+            track_optimizers()
             inject_sidecar.listen()
         atexit.register(self._at_exit)
 
@@ -79,8 +86,24 @@ class Run:
 
     def _at_exit(self) -> None:
         # A forked worker inherits this, and is not the run.
-        if os.getpid() == self._pid:
+        if os.getpid() != self._pid:
+            return
+        try:
             self.finish()
+        except Exception as error:  # a lost GPU, a full disk: the script has had its say
+            messages.warn(f"no summary: {type(error).__name__}: {error}")
+
+    def _settle_in(self) -> None:
+        """A process that was forked after `arm`, and trains, is a rank of its own."""
+        if os.getpid() == self._pid:
+            return
+        from multiprocessing.util import Finalize
+
+        self._pid = os.getpid()
+        self.status = Status(self.options.status_dir)
+        self.status.write(armed=True)
+        # Python leaves such a process without running what is registered with atexit.
+        Finalize(None, self._at_exit, exitpriority=1)
 
     def finish(self) -> None:
         """The last word: summary, report, status."""
@@ -89,10 +112,10 @@ class Run:
         if self.models and not self._said and rank() == 0:
             self._said = True
             inject_report.say_summary(self)
-            inject_report.write_report(self, "finished")
+            inject_report.write_report(self, "failed" if inject_compat.crashed else "finished")
             if self.options.check and self.record.steps < _CHECK_STEPS:
                 messages.warn(f"--check: the script ended after {self.record.steps} steps.")
-        if self._unmatched and self.models:
+        if self._unmatched and self.models and rank() == 0:
             messages.warn(f"--roots: no model is called {', '.join(sorted(self._unmatched))}.")
         self._write_status()
 
@@ -162,31 +185,24 @@ class Run:
         named = matches(module, self.options.roots) if found == "candidates" else None
         if named is not None:
             self._unmatched.discard(named)
-        if found == "nothing" or not (named or self._trains(module)):
-            self._ignore(module, frozen=found == "nothing" or not _trainable(module))
+        if found == "nothing" or not (named or trains(module)):
+            self._ignore(module, frozen=found == "nothing" or not is_trainable(module))
             return None
         probe = first_float(module)
         if probe is None or probe.device.type == "meta":
             return None
+        started = time.perf_counter()
         if self.execution is None:
             self._resolve(probe.device)
         if self.off:
             return None
-        started = time.perf_counter()
+        self._settle_in()
         model = self._convert(module, args, kwargs)
         self.conversion_seconds += time.perf_counter() - started
         if model is None:
             self._ignore(module, frozen=True)
             return None
         return self._remember(module, model)
-
-    def _trains(self, module: nn.Module) -> bool:
-        if not _trainable(module):
-            return False
-        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            return True
-        # An evaluation before the first step: the optimizer knows what will train.
-        return _has_optimizer(module)
 
     def _resolve(self, device: torch.device) -> None:
         from fp8patch.hardware import detect, resolve_backend
@@ -229,8 +245,9 @@ class Run:
             inject_sidecar.restore(inner)
             bank = vars(inner)["_fp8_bank"]
             # Or else each micro-batch of the first step would count as a step.
-            bank.optimizer_seen = bank.optimizer_seen or _has_optimizer(module)
+            bank.optimizer_seen = bank.optimizer_seen or has_optimizer(module)
             self._banks.append(bank)
+            self._decided.update(inner.modules())
             self.record.coverage.watch(inner, plan)
         strict = self.options.backend == "fp8"
         model = Model(module, self.record, execution, strict=strict, plan=plan)
@@ -283,12 +300,23 @@ class Run:
             self._resolve(torch.device("cpu") if probe is None else probe.device)
         if self.off or self.execution == "bf16":
             return None
+        self._say_what_is_new(module)
         execution: Any = self.execution
-        strict = self.options.backend == "fp8"
-        model = Model(module, self.record, execution, strict=strict)
+        model = Model(module, self.record, execution, strict=self.options.backend == "fp8")
         if not self.models:
             self._adopt(module, model)
         return self._remember(module, model)
+
+    def _say_what_is_new(self, module: nn.Module) -> None:
+        """A part was called first, and converted as a model; now the whole is."""
+        if not self.models or not torch.is_grad_enabled():
+            return
+        new = unconverted(module, self._decided)
+        if new and rank() == 0:
+            messages.warn(
+                f"{len(new)} Linears of {type(chain(module)[-1]).__name__} are not in FP8 ({new[0]}"
+                ", for one): a part of it was called first, and converted by itself."
+            )
 
     def _adopt(self, module: nn.Module, model: Model) -> None:
         from fp8patch import inject_report
@@ -307,9 +335,7 @@ class Run:
     def _ignore(self, module: nn.Module, *, frozen: bool) -> None:
         known = self._known.get(id(module))
         if not isinstance(known, Ignored):
-            known = Ignored(self._weakly(module))
-            known.calls = 1
-            self._known[id(module)] = known
+            known = self._known[id(module)] = Ignored(self._weakly(module))
         known.frozen = frozen
 
     def _remember(self, module: nn.Module, model: Model) -> Model:
@@ -321,25 +347,3 @@ class Run:
         """A reference that takes the entry with it: ids are used again."""
         key, known = id(module), self._known
         return weakref.ref(module, lambda _: known.pop(key, None))
-
-
-def _trainable(module: nn.Module) -> bool:
-    return any(p.requires_grad for p in module.parameters())
-
-
-def _has_optimizer(module: nn.Module) -> bool:
-    held = {id(p) for o in list(_optimizers) for g in o.param_groups for p in g["params"]}
-    return any(id(p) in held for p in module.parameters())
-
-
-def _track_optimizers() -> None:
-    original: Any = torch.optim.Optimizer.add_param_group
-    if hasattr(original, "_fp8patch_wrapped"):
-        return
-
-    def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
-        original(self, param_group)
-        _optimizers.add(self)
-
-    add_param_group._fp8patch_wrapped = True  # type: ignore[attr-defined]
-    torch.optim.Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]

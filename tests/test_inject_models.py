@@ -157,6 +157,17 @@ def test_inner_module_copy_and_wrapper_run_in_fp8_too(gemms: list[int]) -> None:
         assert len(gemms) == 20
 
 
+def test_a_part_that_was_called_first(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(blocks(), blocks())
+    with armed(backend="emulate"):
+        model[0](noise(4, 32))
+        model(noise(4, 32))
+        copy.deepcopy(model[0])(noise(4, 32))
+    said = capsys.readouterr().err
+    assert said.count("warning: 4 Linears of Sequential are not in FP8 (1.layers.0.up") == 1
+    assert said.count("warning") == 1
+
+
 def test_generate_runs_in_fp8(gemms: list[int]) -> None:
     model = llama()
     with armed(backend="emulate"):
