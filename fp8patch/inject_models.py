@@ -137,7 +137,7 @@ class Model:
         parts = chain(module)
         self.reference = weakref.ref(module)
         self.inner = weakref.ref(parts[-1])
-        self.name = type(parts[-1]).__name__
+        self.name = type(parts[-1]).__name__ if plan is None else plan.model
         self.plan = plan
         self.record = record
         # A model in BF16 throughout has its precision already: autocast would widen its norms.
