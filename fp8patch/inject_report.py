@@ -115,7 +115,7 @@ def _say_fp8(values: dict[str, Any]) -> None:
     else:
         messages.note(
             f"in FP8: {cover['fp8_calls']} of {cover['calls']} GEMM calls, "
-            f"{cover['fp8_flops_share']:.1%} of GEMM FLOPs (counted in the first step)."
+            f"{cover['fp8_flops_share']:.1%} of GEMM FLOPs (up to the first optimizer step)."
         )
     idle = cover["never_ran"]
     if idle:

@@ -11,7 +11,7 @@ from torch import nn
 
 from fp8patch import inject_compat, inject_sidecar, messages
 from fp8patch import inject_conflicts as conflicts
-from fp8patch.errors import Fp8PatchError, PlanError
+from fp8patch.errors import Fp8PatchError
 from fp8patch.inject_models import (
     Ignored,
     Model,
@@ -21,7 +21,7 @@ from fp8patch.inject_models import (
     matches,
     unconverted,
 )
-from fp8patch.inject_outputs import tokens_of
+from fp8patch.inject_plan import make_plan
 from fp8patch.inject_record import Record, Status, rank
 from fp8patch.inject_training import has_optimizer, is_trainable, track_optimizers, trains
 from fp8patch.train_options import TrainOptions
@@ -30,7 +30,6 @@ __all__ = ["Run"]
 
 _BF16_ENV = "ACCELERATE_MIXED_PRECISION"
 _CHECK_STEPS = 3
-_DEFAULT_TOKENS = 4096
 
 
 class Run:
@@ -192,6 +191,9 @@ class Run:
         if probe is None or probe.device.type == "meta":
             return None
         started = time.perf_counter()
+        if self.execution is None and self._waits(probe.device):
+            self._ignore(module, frozen=False)
+            return None
         if self.execution is None:
             self._resolve(probe.device)
         if self.off:
@@ -203,6 +205,16 @@ class Run:
             self._ignore(module, frozen=True)
             return None
         return self._remember(module, model)
+
+    def _waits(self, device: torch.device) -> bool:
+        """A trial call on the CPU, before the model moves to the GPU, decides nothing."""
+        if self.options.backend not in ("auto", "fp8") or device.type == "cuda":
+            return False
+        if not torch.cuda.is_available():
+            return False
+        if rank() == 0:
+            messages.once("waits", "a model was called on the CPU: FP8 waits for one on the GPU.")
+        return True
 
     def _resolve(self, device: torch.device) -> None:
         from fp8patch.hardware import detect, resolve_backend
@@ -236,7 +248,7 @@ class Run:
         plan: Any = None
         if execution != "bf16":
             conflicts.check_model(module)
-            plan = self._plan(inner, args, kwargs)
+            plan = make_plan(inner, self.options, execution, args, kwargs, others=bool(self.models))
             if plan is None:
                 return None
             from fp8patch.convert import convert_model
@@ -256,39 +268,6 @@ class Run:
         if rank() == 0:
             inject_report.say_start(self, model)
         return model
-
-    def _plan(self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from fp8patch.plan import plan_model
-        from fp8patch.recipe import Recipe
-
-        options = self.options
-        recipe = Recipe.load(options.recipe)
-        floor = 1.0 if self.execution == "fp8" else 0.0
-        tokens = options.tokens or tokens_of(inner, args, kwargs) or _DEFAULT_TOKENS
-        try:
-            plan = plan_model(
-                inner,
-                recipe,
-                only=options.only,
-                skip=options.skip,
-                include=options.include,
-                tokens=tokens,
-                min_gain=floor if recipe.min_gain is None else recipe.min_gain,
-            )
-        except PlanError as error:
-            # A pattern for one model of several matches nothing in the others.
-            if not self.models:
-                raise
-            messages.note(f"{type(inner).__name__} is left alone: {error}")
-            return None
-        if any(d.kind != "norm" for d in plan.converted()):
-            return plan
-        codes = ", ".join(f"{n} {code}" for code, n in plan.summary()["codes"].items())
-        messages.warn(
-            f"{type(inner).__name__} is left alone, nothing in it is to run in FP8 at M={tokens}: "
-            f"{codes}. `--include PATTERN` overrides most of these."
-        )
-        return None
 
     def _share(self, module: nn.Module) -> Model | None:
         """`module` holds converted modules: an evaluation, a copy, a wrapper made later."""

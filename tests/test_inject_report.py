@@ -127,6 +127,18 @@ def test_fp8_on_a_cpu_is_refused_at_the_model(monkeypatch: pytest.MonkeyPatch) -
     assert type(model.layers[0].up) is nn.Linear
 
 
+def test_a_trial_call_on_the_cpu_decides_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = blocks()
+    with armed(backend="auto") as run:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        model(noise(4, 32))
+        assert run.execution is None
+        assert not run.off
+    assert "FP8 waits for one on the GPU" in capsys.readouterr().err
+
+
 # -- scripts of other versions --------------------------------------------------------------------
 
 
