@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from fp8patch.amp import unwatch_root, watch_root
 from fp8patch.checkpoint_hooks import install
 from fp8patch.errors import ConversionError
 from fp8patch.modules import linear, norm  # noqa: F401  (registers the classes)
 from fp8patch.modules.base import Float8Module, attach, detach, float8_class
 from fp8patch.plan import Decision, Plan, plan_model, stock_class
 from fp8patch.recipe import Recipe
+from fp8patch.roots import unwatch_root, watch_root
 from fp8patch.scaling import Bank
 
 _Model = TypeVar("_Model", bound=nn.Module)

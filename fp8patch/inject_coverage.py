@@ -150,7 +150,7 @@ def _short(dtype: torch.dtype) -> str:
 
 def _saw(module: Any, args: Any, kwargs: Any, output: Any) -> None:
     """Forward hook of every GEMM module in the first step. Captures nothing."""
-    from fp8patch.amp import active
+    from fp8patch.regions import active
 
     entry = _watched.get(id(module))
     input = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
@@ -180,10 +180,10 @@ def _saw(module: Any, args: Any, kwargs: Any, output: Any) -> None:
 
 def _ran(module: Any, input: Tensor) -> dict[str, bool]:
     """Which GEMMs of the call that has just returned are in FP8: the module's own rule, again."""
-    from fp8patch import amp
+    from fp8patch import regions
     from fp8patch.modules.base import find_obstacle
 
-    region = amp.active()
+    region = regions.active()
     none = {"fprop": False, "dgrad": False, "wgrad": False}
     if region is None or region.execution == "observe":
         return none

@@ -46,7 +46,7 @@ def invalidate(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, Float8Module):
-            module._fp8_weight_stale, module._fp8_weight_key = True, None
+            module.outdate_weight()
             module._fp8_bank.weights_seen.discard(module._fp8_path)
 
 

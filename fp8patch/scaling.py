@@ -20,11 +20,7 @@ from fp8patch import messages
 from fp8patch.observation import Observation
 from fp8patch.ops.quantize import preserved_version
 from fp8patch.recipe import Recipe
-from fp8patch.slots import GRAD_OUTPUT, INPUT, ROLES, WEIGHT, Slots, SlotState
-
-_NEVER_SET = SlotState(
-    torch.zeros(0), torch.zeros(()), torch.zeros(()), torch.zeros(4, dtype=torch.int64)
-)
+from fp8patch.slots import GRAD_OUTPUT, INPUT, NEVER_SET, ROLES, WEIGHT, Slots, SlotState
 
 _banks: "weakref.WeakSet[Bank]" = weakref.WeakSet()
 _hooked = False
@@ -74,7 +70,7 @@ class Bank:
         self._saved: dict[tuple[str, int], SlotState] = {}
         self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.observation: Observation | None = None
-        # Which outermost entry (see amp.py) the bank has seen; weights are checked once an entry.
+        # The last outermost entry (regions.py) that was seen; weights are checked once an entry.
         self.entry = -1
         # Scales move only where amax are reduced over a group: a call that one rank makes by itself
         # (of the module inside DDP) must neither wait for the others nor get ahead of them.
@@ -176,7 +172,7 @@ class Bank:
         if (path, role) in self._saved:
             return self._saved[(path, role)]
         home = self._home_of(path, role)
-        return _NEVER_SET if home is None else self._slots[home].read(self._rows[path] + role)
+        return NEVER_SET if home is None else self._slots[home].read(self._rows[path] + role)
 
     def _home_of(self, path: str, role: int) -> torch.device | None:
         home = self._home.get(path)
@@ -199,7 +195,7 @@ class Bank:
                 if device is not None:
                     yield path, role, on_device[device][self._rows[owner] + role]
                 else:
-                    state = self._saved.get((owner, role), _NEVER_SET)
+                    state = self._saved.get((owner, role), NEVER_SET)
                     newest = state.history[-1:] if float(state.amax) == 0 else state.amax[None]
                     amax = float(newest) if len(newest) else 0.0
                     counts = [float(count) for count in state.counts]
@@ -218,7 +214,7 @@ class Bank:
         for path in self.paths:
             for role in range(len(ROLES)):
                 device = None if (path, role) in self._saved else self._home_of(path, role)
-                state = self._saved.get((path, role), _NEVER_SET)
+                state = self._saved.get((path, role), NEVER_SET)
                 if device is not None:
                     state = on_device[device][self._rows[path] + role]
                 shared = role == INPUT and path in self.siblings
@@ -229,14 +225,14 @@ class Bank:
         """Replace the state of every slot; what `state` lacks becomes as new."""
         for path in self.paths:
             for role in range(len(ROLES)):
-                self.write(path, role, state.get((path, role), _NEVER_SET))
+                self.write(path, role, state.get((path, role), NEVER_SET))
         self.mark_norms()
         self.weights_seen = {p for (p, role), s in state.items() if role == WEIGHT and s.amax > 0}
         for module in self.members():
             leader, slots = self.siblings.get(module._fp8_path), self._slots[module._fp8_device]
             if leader is not None and leader not in self._home and (leader, INPUT) in self._saved:
                 slots.write(self._rows[leader] + INPUT, self._saved.pop((leader, INPUT)))
-            module._fp8_weight_stale, module._fp8_weight_key = True, None
+            module.outdate_weight()
             self._hand_out(module, slots)
 
     def settle(self) -> None:
@@ -251,8 +247,8 @@ class Bank:
         ours = False
         for module in self.members():
             if id(module.weight) in owned:
-                module._fp8_weight_owned = module._fp8_weight_stale = ours = True
-                module._fp8_weight_key = None
+                module._fp8_weight_owned = ours = True
+                module.outdate_weight()
         if not ours:
             ours = any(id(p) in owned for part in list(self._parts) for p in part.parameters())
         if ours:

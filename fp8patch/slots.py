@@ -48,6 +48,11 @@ class SlotState(NamedTuple):
     counts: Tensor
 
 
+NEVER_SET = SlotState(
+    torch.zeros(0), torch.zeros(()), torch.zeros(()), torch.zeros(4, dtype=torch.int64)
+)
+
+
 def grad_is_e5m2(recipe: Recipe) -> bool:
     """HYBRID gives gradients the range of E5M2; `e4m3` and rowwise scaling keep them in E4M3."""
     return recipe.fp8_format == "hybrid"

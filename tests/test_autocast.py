@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8patch
-from fp8patch import amp, hardware, messages
+from fp8patch import amp, hardware, messages, regions, roots
 from fp8patch.modules.linear import Float8Linear
 from fp8patch.slots import INPUT
 
@@ -22,8 +22,8 @@ X = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(messages, "_seen", set())
     yield
-    assert amp.active() is None
-    assert not amp.inside_root()
+    assert regions.active() is None
+    assert not roots.inside_root()
 
 
 def on(monkeypatch: pytest.MonkeyPatch, machine: hardware.Hardware) -> None:
@@ -118,8 +118,8 @@ def test_an_exception_inside_a_model_closes_everything(error: type[BaseException
     handle = model.tail.register_forward_hook(fail)
     with pytest.raises(error), fp8patch.autocast(backend="emulate"):
         model(X)
-    assert amp.active() is None
-    assert not amp.inside_root()
+    assert regions.active() is None
+    assert not roots.inside_root()
     handle.remove()
     with fp8patch.autocast(backend="emulate"):
         model(X).sum().backward()
@@ -190,8 +190,8 @@ def test_backward_may_run_inside_the_region_too() -> None:
     loss.backward()
     with fp8patch.autocast(backend="emulate"):
         inside(X).sum().backward()
-        assert amp.active() is not None
-        assert not amp.active().reopened  # type: ignore[union-attr]
+        assert regions.active() is not None
+        assert not regions.active().reopened  # type: ignore[union-attr]
     for a, b in zip(outside.parameters(), inside.parameters(), strict=True):
         assert a.grad is not None
         assert torch.equal(a.grad, b.grad)
@@ -211,8 +211,8 @@ def test_a_backward_that_raises_leaves_no_region_behind() -> None:
     with fp8patch.autocast(enabled=False):
         assert not in_fp8(model.tail, torch.randn(2, 48))
     with fp8patch.autocast(backend="emulate"):
-        assert amp.active() is not None
-        assert not amp.active().reopened  # type: ignore[union-attr]
+        assert regions.active() is not None
+        assert not regions.active().reopened  # type: ignore[union-attr]
 
 
 def test_torch_autocast_is_left_alone() -> None:
@@ -296,7 +296,7 @@ def test_with_fp8_hardware_a_module_on_the_cpu_is_stock_or_an_error(
     module = layer()
     for _ in range(2):
         with fp8patch.autocast():
-            assert amp.active().execution == "fp8"  # type: ignore[union-attr]
+            assert regions.active().execution == "fp8"  # type: ignore[union-attr]
             assert not in_fp8(module)
     assert capsys.readouterr().err.count("\n") == 1
     with (

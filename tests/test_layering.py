@@ -18,7 +18,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors.py", "messages.py"),
     ("hardware.py", "recipe.py", "numerics.py", "roofline.py", "train_options.py"),
     ("ops/*",),
-    ("slots.py", "observation.py", "scaling.py", "amp.py"),
+    (
+        "slots.py",
+        "observation.py",
+        "scaling.py",
+        "regions.py",
+        "backward.py",
+        "roots.py",
+        "amp.py",
+    ),
     ("modules/*",),
     ("plan_*.py", "plan.py"),
     # What conversion installs: a converted model's own `save_pretrained` writes the sidecar.

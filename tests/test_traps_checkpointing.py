@@ -29,7 +29,7 @@ from trap_models import (
 )
 
 import fp8patch
-from fp8patch import amp
+from fp8patch import regions
 
 # Renamed in transformers 5.24; scripts use the old name, and every version has it.
 pytestmark = pytest.mark.filterwarnings("ignore:.*will be removed in v6:FutureWarning")
@@ -66,7 +66,7 @@ def train(model: Any, inputs: list[Tensor], region: Any = fp8) -> list[Any]:
         model.eval()
         with torch.no_grad(), region():
             model(x)
-        assert amp.active() is None
+        assert regions.active() is None
         model.train()
     return seen
 
@@ -120,7 +120,7 @@ def test_llama(reentrant: bool, region: Any) -> None:
     fp8patch.convert_model(model)
     calls: list[bool] = []
     layer = model.model.layers[0].self_attn.q_proj
-    handle = layer.register_forward_hook(lambda m, *_: calls.append(amp.active() is not None))
+    handle = layer.register_forward_hook(lambda m, *_: calls.append(regions.active() is not None))
     first = train(model, inputs[:1], region)
     assert calls == [True, True, True]  # forward, recomputation, evaluation
     handle.remove()
@@ -259,13 +259,13 @@ def test_backward_inside_the_region() -> None:
                 loss = model(noise(5, WIDTH, seed=seed)).square().mean()
                 if inside:
                     loss.backward()
-                    region = amp.active()
+                    region = regions.active()
                     assert region is not None
                     assert not region.reopened
             if not inside:
                 loss.backward()
             optimizer.step()
-            assert amp.active() is None
+            assert regions.active() is None
         return grads(model)
 
     assert same(run(True), run(False))

@@ -27,7 +27,7 @@ from trap_models import (
 )
 
 import fp8patch
-from fp8patch import amp, numerics
+from fp8patch import numerics, regions
 
 # peft and scripts say gradient_checkpointing, which transformers 5.24 renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*will be removed in v6:FutureWarning")
@@ -112,7 +112,7 @@ def test_scales_move_under_peft(make: Any) -> None:
     optimizer.step()
     backward(model, tokens(seed=7))
     assert scales(model) != moved_once
-    assert amp.active() is None
+    assert regions.active() is None
     # Frozen bases have no gradient of their own, but pass one on: that cast has a scale too.
     first = {f"{part}_proj" for part in "qkv"}
     for path, row in moved_once.items():

@@ -25,7 +25,7 @@ from trap_models import (
 )
 
 import fp8patch
-from fp8patch import amp
+from fp8patch import regions, roots
 
 # -- views ---------------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ def test_a_backward_that_raises_leaves_no_open_region() -> None:
     assert torch.equal(model(noise(3, WIDTH)), stock(noise(3, WIDTH)))
     with fp8():
         pass
-    assert amp.active() is None
+    assert regions.active() is None
     assert ran_in_fp8(model, noise(3, WIDTH))
 
 
@@ -156,8 +156,8 @@ def test_a_forward_that_raises_leaves_no_open_region() -> None:
     model = fp8patch.convert_model(blocks())
     with pytest.raises(RuntimeError), fp8():
         model(noise(5, WIDTH + 1))
-    assert amp.active() is None
-    assert not amp.inside_root()
+    assert regions.active() is None
+    assert not roots.inside_root()
     step(model, noise(5, WIDTH), sgd(model))
     assert len(scales(model)) == 4
 

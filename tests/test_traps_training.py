@@ -34,7 +34,7 @@ from trap_models import (
 )
 
 import fp8patch
-from fp8patch import amp, numerics
+from fp8patch import numerics, regions
 from fp8patch.errors import ConversionError
 
 X = noise(5, WIDTH)
@@ -63,7 +63,7 @@ def test_two_models_in_one_loss_keep_their_own_steps() -> None:
     other.step()
     both(X)
     assert scales(second) != fixed[1]
-    assert amp.active() is None
+    assert regions.active() is None
 
 
 def test_a_graph_that_is_kept_and_run_twice() -> None:
@@ -88,7 +88,7 @@ def test_gradients_of_gradients_are_refused_and_not_wrong() -> None:
     (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.square().sum().backward()
-    assert amp.active() is None
+    assert regions.active() is None
 
 
 def test_a_frozen_model_passes_gradients_on() -> None:
@@ -282,4 +282,4 @@ def test_a_dropped_model_is_freed() -> None:
     assert bank() is None
     # The graph that is left still runs backward, in FP8.
     output.sum().backward()
-    assert amp.active() is None
+    assert regions.active() is None

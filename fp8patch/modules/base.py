@@ -10,13 +10,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fp8patch import amp, messages
+from fp8patch import messages, regions
+from fp8patch.backward import arm_backward
 from fp8patch.errors import HardwareError
 from fp8patch.modules.extra_state import pack_state, unpack_state
 from fp8patch.modules.gemms import Float8Gemms, GemmSpec, cast_input
 from fp8patch.modules.weights import prepare
 from fp8patch.ops.quantize import ALIGNMENT
 from fp8patch.recipe import Recipe
+from fp8patch.roots import enter_module, inside_root
 from fp8patch.scaling import Bank
 from fp8patch.slots import GRAD_OUTPUT, INPUT, grad_is_e5m2, limit
 
@@ -48,6 +50,11 @@ class Float8Module(nn.Module):
     _fp8_bank: Bank
     _fp8_path: str
     _fp8_extra_state: bool
+    # See weights.py.
+    _fp8_weight_q: Any
+    _fp8_weight_outdated: bool
+    _fp8_weight_unseen: bool
+    _fp8_weight_replaced: bool
 
     def __init__(self, *args: Any, recipe: Recipe | str | None = None, **kwargs: Any) -> None:
         """As the stock class, plus `recipe`. Conversion does not come through here."""
@@ -55,10 +62,15 @@ class Float8Module(nn.Module):
         attach(self, Bank(Recipe.load(recipe), [""]), "")
 
     def forward(self, input: Tensor) -> Tensor:
-        region = amp.active()
+        region = regions.active()
         if region is None:
             return stock_forward(self, input)  # type: ignore[no-any-return]
         return _forward_in_region(self, input, region)
+
+    def outdate_weight(self, replaced: bool = False) -> None:
+        """The weight has changed: by a step, or (`replaced`) into another one altogether."""
+        self._fp8_weight_outdated = self._fp8_weight_unseen = True
+        self._fp8_weight_replaced = self._fp8_weight_replaced or replaced
 
     def refresh_weight(self, observe: bool) -> None:
         """Quantise the weight again if it is out of date and was ever used.
@@ -95,7 +107,7 @@ class Float8Module(nn.Module):
     ) -> None:
         packed = state_dict.pop(prefix + _EXTRA, None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        self._fp8_weight_stale, self._fp8_weight_key = True, None
+        self.outdate_weight(replaced=True)
         if packed is not None:
             unpack_state(self, packed)
 
@@ -117,8 +129,10 @@ def fresh_runtime() -> dict[str, Any]:
     return {
         **dict.fromkeys(_RUNTIME),
         "_fp8_narrow": None,
-        "_fp8_weight_stale": True,
+        "_fp8_weight_outdated": True,
+        "_fp8_weight_unseen": True,
         "_fp8_weight_owned": False,
+        "_fp8_weight_replaced": False,
     }
 
 
@@ -159,7 +173,7 @@ def stock_forward(module: Any, *args: Any) -> Any:
 # -- inside a region ------------------------------------------------------------------------------
 
 
-def _forward_in_region(module: Any, input: Tensor, region: amp.Region) -> Tensor:
+def _forward_in_region(module: Any, input: Tensor, region: regions.Region) -> Tensor:
     recipe: Recipe = module._fp8_bank.recipe
     precision = region.recipe or recipe
     obstacle = find_obstacle(module, input, region, precision)
@@ -172,7 +186,7 @@ def _forward_in_region(module: Any, input: Tensor, region: amp.Region) -> Tensor
     if obstacle is not None:
         _report(obstacle, module, input, region)
         return stock_forward(module, input)  # type: ignore[no-any-return]
-    observe = amp.enter_module(module._fp8_bank, region)
+    observe = enter_module(module._fp8_bank, region)
     prepare(module, observe, region.calibrating)
     observation = module._fp8_bank.observation
     if observation is None or not observe:
@@ -186,7 +200,7 @@ def _forward_in_region(module: Any, input: Tensor, region: amp.Region) -> Tensor
 
 
 def _run(
-    module: Any, input: Tensor, region: amp.Region, precision: Recipe, observe: bool
+    module: Any, input: Tensor, region: regions.Region, precision: Recipe, observe: bool
 ) -> Tensor:
     spec = make_spec(module, input, region, precision, observe)
     rows = input.reshape(-1, input.shape[-1])
@@ -207,12 +221,14 @@ def _run(
         shape = [*input.shape[:-1], output.shape[-1]]
         output = torch.ops.aten._unsafe_view.default(output, shape)
     if observe and not region.reopened and not torch.compiler.is_compiling():
-        if not amp.inside_root():
-            amp.arm_backward(output, module._fp8_bank, region)
+        if not inside_root():
+            arm_backward(output, module._fp8_bank, region)
     return output
 
 
-def find_obstacle(module: Any, input: Tensor, region: amp.Region, precision: Recipe) -> str | None:
+def find_obstacle(
+    module: Any, input: Tensor, region: regions.Region, precision: Recipe
+) -> str | None:
     """Why this call must run as the stock class, or None. Looks only, so that it can be traced.
 
     Returns:
@@ -245,7 +261,7 @@ def _features(module: Any) -> tuple[int, int]:
     return (rows, cols) if module._fp8_in_out else (cols, rows)
 
 
-def _report(obstacle: str, module: Any, input: Tensor, region: amp.Region) -> None:
+def _report(obstacle: str, module: Any, input: Tensor, region: regions.Region) -> None:
     """Say why a call ran as the stock class, once; an error where FP8 was asked for by name."""
     path = module._fp8_path
     if obstacle == "misaligned":
@@ -276,7 +292,7 @@ def _report(obstacle: str, module: Any, input: Tensor, region: amp.Region) -> No
 
 
 def make_spec(
-    module: Any, input: Tensor, region: amp.Region, precision: Recipe, observe: bool
+    module: Any, input: Tensor, region: regions.Region, precision: Recipe, observe: bool
 ) -> GemmSpec:
     """The constants of this call."""
     recipe: Recipe = module._fp8_bank.recipe

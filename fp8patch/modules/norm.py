@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8patch import amp
+from fp8patch import regions
 from fp8patch.modules.base import attach, rebuild, register
 from fp8patch.recipe import Recipe
+from fp8patch.roots import enter_module
 from fp8patch.scaling import Bank
 
 
@@ -34,13 +35,13 @@ class Float8LayerNorm(nn.LayerNorm):
         attach(self, Bank(Recipe.load(recipe), (), [""]), "")
 
     def forward(self, input: Tensor) -> Tensor:
-        region = amp.active()
+        region = regions.active()
         base: Any = self._fp8_base
         if region is None:
             return base.forward(self, input)  # type: ignore[no-any-return]
         bank = self._fp8_bank
         if not torch.compiler.is_compiling():
-            amp.enter_module(bank, region)
+            enter_module(bank, region)
             if self._fp8_narrow is None:
                 bank.adopt_norm(self)
         output: Tensor = base.forward(self, input)

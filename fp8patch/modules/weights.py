@@ -2,7 +2,7 @@
 
 It holds both layouts, [N, K] for fprop and [K, N] for dgrad, and is made once an optimizer step
 where an optimizer is known to own the weight. Any other weight may be changed through `.data`,
-which moves no version counter: what was made of it is good for one outermost entry (see amp.py).
+which moves no version counter: what was made of it is good for one outermost entry (regions.py).
 """
 
 import weakref
@@ -11,32 +11,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8patch import numerics
 from fp8patch.modules.gemms import Quantized, cast
-from fp8patch.ops.quantize import ALIGNMENT
+from fp8patch.ops.quantize import ALIGNMENT, preserved_version
 from fp8patch.recipe import Recipe
 from fp8patch.scaling import Bank
 from fp8patch.slots import WEIGHT, limit
 
 
 def prepare(module: Any, observe: bool, calibrating: bool = False) -> None:
-    """Bind the slots and quantise the weight, where either is out of date."""
+    """Bind the slots and quantise the weight, where either is out of date.
+
+    What `module` keeps about its weight, besides the quantised form itself:
+        _fp8_weight_key: Which tensor was quantised, and at which outermost entry.
+        _fp8_weight_owned: An optimizer that is known steps it, and says so.
+        _fp8_weight_outdated: It has changed since it was quantised.
+        _fp8_weight_unseen: The slot has not observed it as it is now.
+        _fp8_weight_replaced: It is another weight altogether.
+    """
     bank: Bank = module._fp8_bank
     weight = module.weight
     if module._fp8_device != weight.device:
         bank.bind(module)
-    key = module._fp8_weight_key
-    # An optimizer that is known marks the weight stale when it steps. Any other weight may have
-    # been changed through `.data`, which moves no version counter: it is good for one outermost
-    # entry.
-    current = (weight.data_ptr(), weight._version)
-    stale = module._fp8_weight_stale
-    trusted = _is_watched(module) and not stale
+    key, outdated = module._fp8_weight_key, module._fp8_weight_outdated
+    # By identity: two weak references are compared by comparing what they refer to.
+    moved = key is not None and (key[0]() is not weight or key[1] != weight.data_ptr())
+    written = key is not None and key[2] != weight._version
+    if moved or module._fp8_weight_replaced or (written and not outdated):
+        _widen_scale(module, weight)
+        module._fp8_weight_replaced = False
+    unseen = module._fp8_weight_unseen
+    trusted = _is_watched(module) and not unseen
     if (
         key is None
-        # By identity: two weak references are compared by comparing what they refer to.
-        or key[0]() is not weight
-        or key[1:3] != current
-        or (stale and observe)
+        or outdated
+        or moved
+        or written
+        or (unseen and observe)
         or not (trusted or key[3] == bank.entry)
     ):
         # Observed once between two updates, so that what is counted does not depend on how often
@@ -45,10 +56,33 @@ def prepare(module: Any, observe: bool, calibrating: bool = False) -> None:
         _quantize_weight(module, weight, first, calibrating)
         if first:
             bank.weights_seen.add(module._fp8_path)
-        module._fp8_weight_key = (weakref.ref(weight), *current, bank.entry)
+        module._fp8_weight_key = (
+            weakref.ref(weight),
+            weight.data_ptr(),
+            weight._version,
+            bank.entry,
+        )
+        module._fp8_weight_outdated = False
         # An evaluation between two steps observes nothing and uses the scales of the last one: the
         # next training forward has yet to see this weight.
-        module._fp8_weight_stale = not observe
+        module._fp8_weight_unseen = not observe
+
+
+@torch.no_grad()
+def _widen_scale(module: Any, weight: Tensor) -> None:
+    """Give a weight that was replaced by a far larger one a scale that fits it. No sync.
+
+    An optimizer moves a weight a little, and the history follows. After `load_state_dict` the old
+    scale may clip most of it for steps on end. Not for one that merely outgrew the history: a
+    resumed run has to clip as the original did.
+    """
+    bank: Bank = module._fp8_bank
+    largest, scale = limit(bank.recipe, WEIGHT), module._fp8_weight_slot.scale
+    amax = numerics.amax(weight)
+    fitting = numerics.scale_from_amax(amax, largest)
+    with preserved_version(scale):
+        scale.copy_(torch.where(amax * scale > 2 * largest, fitting, scale))
+    bank.weights_seen.discard(module._fp8_path)
 
 
 def _is_watched(module: Any) -> bool:

@@ -1,0 +1,108 @@
+"""The open region: the one process-global flag by which a converted module knows that it is in FP8.
+
+It has to be process-global: recomputation of a checkpointed block runs inside backward, on CUDA
+in a thread of autograd's own, long after the `with` block has ended (see backward.py).
+"""
+
+import weakref
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from fp8patch.recipe import Recipe
+from fp8patch.scaling import Bank
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """What a converted module does while the region is open.
+
+    Attributes:
+        execution: "fp8" on tensor cores, "emulate" in FP32 arithmetic, "observe" to run in the
+            model's own precision and only look (calibration with FP8 disabled).
+        strict: `backend="fp8"` was asked for by name: a module that can't is an error.
+        rowwise: The hardware has GEMMs with one scale a row.
+        training: Slots are written. None: no root has decided yet, so each module goes by grad
+            mode.
+        calibrating: Slots are written without gradients too, and casts use the live amax.
+        recipe: Overrides the precision of the GEMMs, nothing else.
+        group: Process group over which pending amax are reduced.
+        reopened: Backward is running; this is recomputation.
+        banks: Banks that calibration has written to, in an order that is the same on every rank.
+    """
+
+    execution: Literal["fp8", "emulate", "observe"]
+    strict: bool = False
+    rowwise: bool = True
+    training: bool | None = None
+    calibrating: bool = False
+    recipe: Recipe | None = None
+    group: Any = None
+    reopened: bool = False
+    banks: dict[Bank, None] = field(default_factory=dict, compare=False)
+
+
+@dataclass(slots=True)
+class RootCall:
+    root: nn.Module
+    previous: Region
+    training: bool
+    contexts: list[AbstractContextManager[Any]] = field(default_factory=list)
+
+    def close(self) -> None:
+        while self.contexts:
+            self.contexts.pop().__exit__(None, None, None)
+
+
+@dataclass(slots=True)
+class _State:
+    """Of this process.
+
+    Attributes:
+        region: The open region.
+        entry: Numbers the outermost entries. A bank compares it with the last one it saw.
+        trained: The last entry was a training forward: weights may have moved by any means.
+        roots: Calls of converted roots that are running, outermost first.
+        in_backward: Banks whose backward is running.
+    """
+
+    region: Region | None = None
+    entry: int = 0
+    trained: bool = False
+    roots: list[RootCall] = field(default_factory=list)
+    in_backward: "weakref.WeakSet[Bank]" = field(default_factory=weakref.WeakSet)
+
+
+state = _State()
+
+
+def active() -> Region | None:
+    """The open region, or None where modules are to behave as their stock class."""
+    # A part of a model may be what is called first after a backward that raised: no root cleans up.
+    if state.region is not None and state.region.reopened and not torch.compiler.is_compiling():
+        close_abandoned()
+    return state.region
+
+
+def set_region(region: Region | None) -> None:
+    """Open `region`, or close whatever is open."""
+    state.region = region
+
+
+def new_entry(training: bool) -> None:
+    """An outermost forward begins."""
+    state.entry += 1
+    state.trained = training
+
+
+def close_abandoned() -> None:
+    """A backward that raised never closed its region; nothing but a backward may use it."""
+    if (
+        state.region is not None
+        and state.region.reopened
+        and torch._C._current_graph_task_id() == -1
+    ):
+        set_region(None)

@@ -1,0 +1,135 @@
+"""Where a forward begins and ends: hooks on the root of a model, and their stand-in without a root.
+
+Whether a forward is a *training* forward is decided once, where the outermost one begins, by
+whether
+gradients are enabled there: reentrant checkpointing runs its blocks without gradients the first
+    time, and what they see must be observed all the same. `module.training` is not consulted: a
+    model in eval mode can be trained, and dropout has nothing to do with FP8.
+"""
+
+import dataclasses
+import sys
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8patch import messages
+from fp8patch.backward import arm_backward
+from fp8patch.observation import WatchReaders
+from fp8patch.regions import Region, RootCall, close_abandoned, new_entry, set_region, state
+from fp8patch.scaling import Bank
+
+
+def watch_root(root: nn.Module) -> None:
+    """Let the calls of `root` mark where a forward begins and ends. `root._fp8_bank` must be set.
+
+    Also for a direct child that holds most of a model: PEFT calls the `forward` of a model that it
+    wraps, past the hooks of the root but not past those of its children.
+
+    Both hooks are module-level functions that capture nothing: a closure would make a deep copy of
+    the model compute with the original's weights.
+    """
+    root.register_forward_pre_hook(enter_root)
+    root.register_forward_hook(leave_root, always_call=True)
+
+
+def unwatch_root(root: nn.Module) -> None:
+    """Undo `watch_root`."""
+    for hooks in (root._forward_pre_hooks, root._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if hook in (enter_root, leave_root):
+                del hooks[key]
+                root._forward_hooks_always_called.pop(key, None)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def enter_root(root: Any, args: Any) -> None:
+    """Forward pre-hook of a converted root."""
+    close_abandoned()
+    region = state.region
+    if region is None:
+        return
+    bank: Bank = root._fp8_bank
+    bank.attach_root(root)
+    if region.reopened or state.roots:
+        training = True if region.training is None else region.training
+    else:
+        training = torch.is_grad_enabled()
+        if training or state.trained:
+            new_entry(training)
+    call = RootCall(root, region, training)
+    if not region.reopened:
+        bank.enter(state.entry, training, region.group)
+        if "torch._dynamo" in sys.modules and not bank.all_bound:
+            _bind_compiled(root, bank, training)
+        if training and bank.observation is not None and not state.roots:
+            call.contexts = _observing(bank)
+    state.roots.append(call)
+    set_region(dataclasses.replace(region, training=training))
+
+
+def _bind_compiled(root: nn.Module, bank: Bank, training: bool) -> None:
+    """What a compiled block may call before any eager forward did: it can't bind it by itself."""
+    for block in root.modules():
+        if block._compiled_call_impl is not None:
+            for module in block.modules():
+                if getattr(module, "_fp8_bank", None) is bank and hasattr(module, "first_use"):
+                    first_use: Any = module.first_use
+                    first_use(training)
+
+
+def _observing(bank: Bank) -> list[AbstractContextManager[Any]]:
+    assert bank.observation is not None
+    contexts: list[AbstractContextManager[Any]] = [WatchReaders(bank.observation)]
+    if "torch._dynamo" in sys.modules:
+        contexts.append(torch.compiler.set_stance("force_eager"))
+    for context in contexts:
+        context.__enter__()
+    return contexts
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def leave_root(root: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook of a converted root; runs after a failed forward too."""
+    if not state.roots or state.roots[-1].root is not root:
+        return
+    call = state.roots.pop()
+    call.close()
+    region = state.region
+    set_region(call.previous)
+    if call.training and not state.roots and region is not None and not region.reopened:
+        bank: Any = root._fp8_bank
+        if bank.observation is not None:
+            bank.observation.saw_result(output)
+        armed = arm_backward(output, bank, region)
+        if not armed and any(parameter.requires_grad for parameter in root.parameters()):
+            messages.once(
+                f"output of {type(root)}",
+                f"no gradient can reach what {type(root).__name__} returns, so its backward will "
+                "not be noticed: return the tensors that the loss is computed from (gradient "
+                "checkpointing would recompute without FP8 otherwise).",
+            )
+
+
+def enter_module(bank: Bank, region: Region) -> bool:
+    """A converted module of `bank` is about to run in eager; returns whether it is observed.
+
+    Most of the time its root has done all this; it has not where a part of the model is called by
+    itself, or where a wrapper calls the root's `forward` past its hooks (PEFT does).
+    """
+    if region.reopened:
+        return True
+    training = torch.is_grad_enabled() if region.training is None else region.training
+    if training and not state.roots and bank.due:
+        new_entry(training)
+    bank.enter(state.entry, training, region.group)
+    if region.calibrating:
+        region.banks[bank] = None
+    return training or region.calibrating
+
+
+def inside_root() -> bool:
+    """Is a converted root being called (so that its outputs will be armed)?"""
+    return bool(state.roots)
