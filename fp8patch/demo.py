@@ -27,7 +27,8 @@ STEPS = 200
 # The bars of the checks; final losses are 0.01 where chance is 4.16.
 _FAR_BELOW_CHANCE = 0.1
 _LOSS_TOLERANCE = 0.05
-_GENERATION_BAR = 0.9
+# Seeds 0 to 6 keep 60 to 64 of 64; a model that has not learnt keeps none.
+_GENERATION_BAR = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
