@@ -55,7 +55,7 @@ def read_config(path: Path) -> dict[str, Any]:
         CheckpointError: It cannot be read, or is no JSON object.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
     except json.JSONDecodeError as error:
         raise CheckpointError(
             f"{path}: not valid JSON (line {error.lineno}: {error.msg}). Copy it again from where "
@@ -67,6 +67,11 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: a model's config is a JSON object, not {values!r:.40}.")
     return values
+
+
+def _number(values: dict[str, Any]) -> Any:
+    """An infinity or nan, as transformers writes what JSON has no word for (Mamba-2 has one)."""
+    return float(values["__float__"]) if list(values) == ["__float__"] else values
 
 
 def _config(source: str | Path) -> Any:

@@ -124,3 +124,20 @@ def test_hub_is_not_asked_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checkpoint_skeleton._hub_answers()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert not checkpoint_skeleton._hub_answers()
+
+
+def test_a_config_with_infinity_in_it(tmp_path: Path) -> None:
+    # transformers writes {"__float__": "Infinity"}; Mamba-2's time_step_limit has one.
+    config = transformers.Mamba2Config(
+        num_hidden_layers=1,
+        hidden_size=64,
+        vocab_size=64,
+        num_heads=8,
+        head_dim=16,
+        n_groups=1,
+        state_size=16,
+        architectures=["Mamba2ForCausalLM"],
+    )
+    config.save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    assert type(model_from_config(tmp_path)).__name__ == "Mamba2ForCausalLM"

@@ -14,6 +14,7 @@ Exit codes: 0 done, 1 something that the user can put right (one line on stderr)
 """
 
 import importlib
+import logging
 import os
 import sys
 from typing import Annotated, Any
@@ -93,8 +94,16 @@ def _root(
     """FP8 training for the Hugging Face model you already have."""
 
 
+def _quiet_others() -> None:
+    # What transformers imports on the way has remarks about its own installation (torchao: a
+    # library that does not load, an interface that will go). They say nothing about this command.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def main() -> None:
     """Run the command line of this process and exit."""
+    _quiet_others()
     try:
         app(prog_name="fp8patch")
     except BrokenPipeError:
