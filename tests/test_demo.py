@@ -48,9 +48,7 @@ def test_the_whole_demo(tmp_path: Path) -> None:
     assert done.stderr == ""
     text = done.stdout
     assert re.search(r"final loss \(chance: 4\.159\) +0\.0\d+ +0\.0\d+", text)
-    assert re.search(
-        r"held-out prompts continued right +[56]\d of 64 +[56]\d of 64", text
-    )
+    assert re.search(r"held-out prompts continued right +[56]\d of 64 +[56]\d of 64", text)
     assert re.search(r"modules run in FP8 +0 +14 of 14 converted", text)
     assert re.search(r"calls in FP8 +0 +2,800", text)
     assert re.search(r"step time +[\d.]+ ms +[\d.]+ ms", text)
