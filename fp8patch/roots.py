@@ -99,6 +99,8 @@ def leave_root(root: nn.Module, args: Any, output: Any) -> None:
     call.close()
     region = state.region
     set_region(call.previous)
+    if output is None:
+        return  # The forward has raised (or has nothing to differentiate).
     if call.training and not state.roots and region is not None and not region.reopened:
         bank: Any = root._fp8_bank
         if bank.observation is not None:
