@@ -26,9 +26,9 @@ CAST = {"cast_e4m3": 31.0, "cast_e5m2": 25.0}
 GEMM = {"fprop": 27.5, "dgrad": 24.0, "wgrad": 24.0}
 # Against FP64 on the operands that the independent oracle quantised.
 ORACLE = {"fprop_oracle": 45.0, "dgrad_oracle": 45.0, "wgrad_oracle": 45.0}
-# The same for fprop on tensor cores, which accumulate it at reduced precision: a floor, to be
-# raised by a measurement.
-FAST_ACCUM_ORACLE = 38.0
+# The same for fprop on tensor cores, which accumulate it at reduced precision. Measured on an H200
+# (scripts/check_gpu.py): 52.7 dB at K = 4096, 55 and more for K up to 768.
+FAST_ACCUM_ORACLE = 45.0
 # Summed in FP32 and rounded once.
 BIAS = {"bias_grad": 50.0}
 
