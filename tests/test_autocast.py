@@ -343,3 +343,18 @@ def test_backends_on_a_gpu() -> None:
     assert torch.equal(results["off"], module(x))
     assert not torch.equal(results["fp8"], results["off"])
     assert (results["fp8"] - results["emulate"]).abs().max() < 0.01
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [({"margin": 1}, "margin"), ({"scaling": "current"}, "scaling"), ({"fp8_format": "e4m3"}, "f")],
+)
+def test_a_region_changes_gemm_precisions_only(change: dict[str, Any], field: str) -> None:
+    model = fp8patch.convert_model(nn.Sequential(nn.Linear(16, 16)), include=["*"])
+    x = torch.randn(4, 16)
+    with fp8patch.autocast(backend="emulate", recipe=fp8patch.Recipe(wgrad="bf16")):
+        model(x)
+    other = fp8patch.Recipe(**change)
+    with fp8patch.autocast(backend="emulate", recipe=other):
+        with pytest.raises(fp8patch.RecipeError, match=f"says {field}.*converted with"):
+            model(x)

@@ -84,14 +84,6 @@ def test_a_region_overrides_the_precision_of_gemms(name: str, conv1d: bool) -> N
     assert all(torch.equal(back[g], plain[g]) for g in GEMMS)
 
 
-def test_a_region_overrides_nothing_else() -> None:
-    layer = layer_of(False, fp8patch.Recipe(amax_history_len=4))
-    run(layer, fp8patch.autocast(backend="emulate", recipe="rowwise"))
-    expected = run(layer_of(False, None))
-    ours = run(layer_of(False, None), fp8patch.autocast(backend="emulate", recipe="rowwise"))
-    assert all(torch.equal(ours[g], expected[g]) for g in GEMMS)
-
-
 def test_an_inner_region_without_a_recipe_keeps_the_outer_ones() -> None:
     layer = layer_of(False, None)
     outer = fp8patch.autocast(backend="emulate", recipe=fp8patch.Recipe(fprop="bf16"))

@@ -5,6 +5,7 @@ Parameter is touched. Outside a region, and for an input that FP8 can't take, th
 stock class.
 """
 
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from fp8patch import messages, regions
 from fp8patch.backward import arm_backward
-from fp8patch.errors import HardwareError
+from fp8patch.errors import HardwareError, RecipeError
 from fp8patch.modules.extra_state import pack_state, unpack_state
 from fp8patch.modules.gemms import Float8Gemms, GemmSpec, cast_input
 from fp8patch.modules.weights import prepare
@@ -22,6 +23,15 @@ from fp8patch.roots import enter_module, inside_root
 from fp8patch.scaling import Bank
 from fp8patch.slots import GRAD_OUTPUT, INPUT, grad_is_e5m2, limit
 
+_FIXED_BY_CONVERSION = (
+    "scaling",
+    "fp8_format",
+    "amax_history_len",
+    "amax_compute_algo",
+    "margin",
+    "misaligned",
+    "norm_output",
+)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Dropped from a pickle and a deep copy; the first use makes them anew. Views cut from their bank by
 # a pickle would be frozen for good without a word.
@@ -186,6 +196,8 @@ def _forward_in_region(module: Any, input: Tensor, region: regions.Region) -> Te
     if obstacle is not None:
         _report(obstacle, module, input, region)
         return stock_forward(module, input)  # type: ignore[no-any-return]
+    if region.recipe is not None:
+        check_override(recipe, region.recipe)
     observe = enter_module(module._fp8_bank, region)
     prepare(module, observe, region.calibrating)
     observation = module._fp8_bank.observation
@@ -224,6 +236,24 @@ def _run(
         if not inside_root():
             arm_backward(output, module._fp8_bank, region)
     return output
+
+
+@cache
+def check_override(converted: Recipe, wanted: Recipe) -> None:
+    """A recipe given to `autocast` may change the precision of the GEMMs, and nothing that the
+    slots were made for.
+
+    Raises:
+        RecipeError: It differs in another field.
+    """
+    for name in _FIXED_BY_CONVERSION:
+        was, now = getattr(converted, name), getattr(wanted, name)
+        if was != now:
+            raise RecipeError(
+                f"autocast(recipe=…) says {name}: {now}, and the model was converted with {name}: "
+                f"{was}. A region may change fprop, dgrad and wgrad only: start from the model's "
+                f"own recipe with .replace(), or convert with {wanted.name!r}."
+            )
 
 
 def find_obstacle(
