@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fp8patch.cli.options import GpuName, Include, Only, RecipeName, Skip, Tokens
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -20,25 +22,12 @@ _OTHER_COLUMNS = 53
 
 def plan(
     model: Annotated[str, typer.Argument(help="Model directory, config.json, or hub name.")],
-    recipe: Annotated[
-        str, typer.Option("--recipe", "-r", help="Built-in recipe, or a YAML file.")
-    ] = "delayed",
-    only: Annotated[
-        list[str] | None, typer.Option(help="Convert only what matches. Repeatable.")
-    ] = None,
-    skip: Annotated[
-        list[str] | None, typer.Option(help="Never convert what matches. Repeatable.")
-    ] = None,
-    include: Annotated[
-        list[str] | None,
-        typer.Option(help="Convert heads, routers and slow layers that match. Repeatable."),
-    ] = None,
-    tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens in a step (M), for the predicted gain.")
-    ] = 4096,
-    gpu: Annotated[
-        str, typer.Option(help="h100, h200, l4, rtx4090, b200; auto is this machine's.")
-    ] = "auto",
+    recipe: RecipeName = "delayed",
+    only: Only = None,
+    skip: Skip = None,
+    include: Include = None,
+    tokens: Tokens = 4096,
+    gpu: GpuName = "auto",
     min_gain: Annotated[
         float | None,
         typer.Option(min=0.0, help="Skip layers predicted below it.  [default: recipe's, else 1]"),

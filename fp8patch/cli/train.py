@@ -7,6 +7,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from fp8patch.cli.options import Include, Only, RecipeName, Skip
+
 __all__ = ["SETTINGS", "train"]
 
 _AFTER_DASHES = "fp8patch.after_dashes"
@@ -54,19 +56,10 @@ def train(
     ] = False,
     no_fp8: Annotated[bool, typer.Option("--no-fp8", help="BF16 autocast and no FP8.")] = False,
     off: Annotated[bool, typer.Option("--off", help="Change nothing at all.")] = False,
-    recipe: Annotated[
-        str, typer.Option("--recipe", "-r", help="Built-in recipe, or a YAML file.")
-    ] = "delayed",
-    only: Annotated[
-        list[str] | None, typer.Option(help="Convert only what matches. Repeatable.")
-    ] = None,
-    skip: Annotated[
-        list[str] | None, typer.Option(help="Never convert what matches. Repeatable.")
-    ] = None,
-    include: Annotated[
-        list[str] | None,
-        typer.Option(help="Convert heads, routers and slow layers that match. Repeatable."),
-    ] = None,
+    recipe: RecipeName = "delayed",
+    only: Only = None,
+    skip: Skip = None,
+    include: Include = None,
     tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens in a step (M), for the gain.  [default: first batch]"),

@@ -1,0 +1,17 @@
+"""Options that several commands share: one spelling and one help text for each."""
+
+from typing import Annotated
+
+import typer
+
+RecipeName = Annotated[str, typer.Option("--recipe", "-r", help="Built-in recipe, or a YAML file.")]
+Only = Annotated[list[str] | None, typer.Option(help="Convert only what matches. Repeatable.")]
+Skip = Annotated[list[str] | None, typer.Option(help="Never convert what matches. Repeatable.")]
+Include = Annotated[
+    list[str] | None,
+    typer.Option(help="Convert heads, routers and slow layers that match. Repeatable."),
+]
+Tokens = Annotated[int, typer.Option(min=1, help="Tokens in a step (M), for the predicted gain.")]
+GpuName = Annotated[
+    str, typer.Option(help="h100, h200, l4, rtx4090, b200; auto is this machine's.")
+]
