@@ -170,7 +170,7 @@ def arguments() -> argparse.Namespace:
 args = arguments()
 tokens = load_tokens(args.tokens, args.tiny)
 if args.prepare:
-    print(f"{len(tokens)} tokens")
+    print(f"The text has {len(tokens)} tokens.")
     raise SystemExit
 
 torch.manual_seed(args.seed)

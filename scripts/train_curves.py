@@ -119,12 +119,13 @@ def curves(runner: Runner) -> bool:
     """Run what is missing, then table, verdict and picture."""
     args = runner.args
     out = args.out / "curves.json"
-    runs = json.loads(out.read_text())["runs"] if out.exists() else []
+    before = json.loads(out.read_text()) if out.exists() else {"runs": [], "text": ""}
+    runs = before["runs"]
     how = (args.steps, args.tiny, args.recipe)
     wanted = [(f, m, s, *how) for s in range(args.seeds) for f in args.families for m in MODES]
     have = {key(run) for run in runs}
     missing = [w for w in wanted if w not in have]
-    text = runner.prepare() if missing else ""
+    text = runner.prepare() if missing else before["text"]
     print(f"{len(missing)} of {len(wanted)} runs to do, {args.jobs} at once. {text}", flush=True)
     failed, started = 0, time.monotonic()
     with ThreadPoolExecutor(args.jobs) as pool:

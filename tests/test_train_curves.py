@@ -1,0 +1,109 @@
+"""`scripts/train_curves.py` and the script that it runs."""
+
+import importlib.util
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from injected import armed
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+pytestmark = pytest.mark.skipif(not SCRIPTS.is_dir(), reason="no scripts: not a checkout")
+
+
+@pytest.fixture
+def train_curves() -> Any:
+    spec = importlib.util.spec_from_file_location("train_curves", SCRIPTS / "train_curves.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny text's tokens, from a run of the script that does nothing else."""
+    path = tmp_path_factory.mktemp("text") / "tokens.pt"
+    with pytest.raises(SystemExit):
+        run_script("--prepare", tokens=path)
+    return path
+
+
+def run_script(*words: str, tokens: Path) -> dict[str, Any]:
+    """Its globals after a run of it in this process."""
+    argv = ["curves_script", "--tiny", "--steps", "3", "--tokens", str(tokens), *words]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", argv)
+        return runpy.run_path(str(SCRIPTS / "curves_script.py"), run_name="__main__")
+
+
+def test_the_tokens_are_the_same_every_time(tokens: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        run_script("--prepare", tokens=tmp_path / "again.pt")
+    first = torch.load(tokens)
+    assert torch.equal(first, torch.load(tmp_path / "again.pt"))
+    assert len(first) > 100_000
+    assert first.max() < 512
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_injected_bf16_is_bf16_by_hand(family: str, tokens: Path) -> None:
+    by_hand = run_script("--family", family, "--autocast-by-hand", tokens=tokens)["losses"]
+    with armed(backend="bf16"):
+        injected = run_script("--family", family, tokens=tokens)["losses"]
+    assert injected == by_hand
+    bare = run_script("--family", family, tokens=tokens)["losses"]
+    assert bare != by_hand
+    assert bare == pytest.approx(by_hand, abs=0.05)
+    other = run_script("--family", family, "--seed", "1", tokens=tokens)["losses"]
+    assert other != bare
+
+
+def curve(mode: str, seed: int, final: float) -> dict[str, Any]:
+    losses = [9.0] * 30 + [final] * 50
+    return {"family": "bert", "mode": mode, "seed": seed, "losses": losses}
+
+
+@pytest.mark.parametrize(("fp8", "ok"), [(5.19, True), (4.81, True), (5.21, False), (4.79, False)])
+def test_the_verdict(train_curves: Any, fp8: float, ok: bool) -> None:
+    runs = [curve("bf16", seed, final) for seed, final in enumerate((4.9, 5.0, 5.1))]
+    assert train_curves.verdict("bert", runs) is None
+    runs += [curve("fp8", seed, fp8) for seed in range(3)]
+    row = train_curves.verdict("bert", runs)
+    assert row["bf16_std"] == pytest.approx(0.1)
+    assert row["difference"] == pytest.approx(fp8 - 5.0)
+    assert row["ok"] is ok
+    assert train_curves.verdict("llama", runs) is None
+
+
+def test_a_run_that_diverged_fails(train_curves: Any) -> None:
+    runs = [curve("bf16", seed, 5.0 + seed) for seed in range(2)] + [curve("fp8", 0, float("nan"))]
+    assert train_curves.verdict("bert", runs)["ok"] is False
+
+
+@pytest.mark.slow
+def test_curves(train_curves: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--tiny", "--families", "bert", "--seeds", "2", "--jobs", "2", "--steps", "3"]
+    code = train_curves.main([*words, "--out", str(tmp_path)])
+    out = capsys.readouterr().out
+    found = json.loads((tmp_path / "curves.json").read_text())
+    assert [len(run["losses"]) for run in found["runs"]] == [3] * 4
+    assert {run["report"]["execution"] for run in found["runs"]} == {"bf16", "emulate"}
+    assert code == (0 if found["verdicts"][0]["ok"] else 1)
+    assert "FP8 - BF16, same seed" in out
+    train_curves.main([*words, "--out", str(tmp_path)])
+    assert "0 of 4 runs to do" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_overhead(train_curves: Any, tmp_path: Path) -> None:
+    words = ["--tiny", "--overhead", "--families", "llama", "--repeats", "1", "--steps", "3"]
+    train_curves.main([*words, "--out", str(tmp_path)])  # times of three steps prove nothing
+    row = json.loads((tmp_path / "overhead.json").read_text())["rows"][0]
+    assert row["losses_apart"] == 0
+    assert row["medians"].keys() == {"by hand", "injected"}
