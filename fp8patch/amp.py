@@ -10,12 +10,19 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 
 from fp8patch import messages
-from fp8patch.hardware import Backend, detect, resolve_backend
+from fp8patch.hardware import Backend, Hardware, detect, resolve_backend
 from fp8patch.recipe import Recipe
 from fp8patch.regions import Region, close_abandoned, new_entry, set_region, state
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+
+
+@functools.cache
+def _hardware(ask: Callable[[], Hardware]) -> Hardware:
+    # Asked once: a block is opened every step, and asking CUDA goes through warning filters, which
+    # makes Python repeat warnings that the user has seen.
+    return ask()
 
 
 class autocast:
@@ -28,9 +35,10 @@ class autocast:
 
     Args:
         enabled: False runs converted modules as their stock class.
-        backend: `auto` (FP8 where the GPU has it, else the model's own precision, said in one
-            line), `fp8` (or an error), `emulate` (the same rounding on any device, slowly),
-            `bf16` (no FP8, and BF16 autocast unless one is on), `off` (nothing at all).
+        backend: `auto` (inside an open block, what that block runs; else FP8 where the GPU has it,
+            else the model's own precision, said in one line), `fp8` (or an error), `emulate` (the
+            same rounding on any device, slowly), `bf16` (no FP8, and BF16 autocast unless one is
+            on), `off` (nothing at all).
         recipe: Changes GEMM precisions (`fprop`, `dgrad`, `wgrad`) inside the block and nothing
             else; its other fields must be those that the model was converted with.
         calibrating: Fill the slots from forwards without gradients too; the scales are set when the
@@ -57,7 +65,7 @@ class autocast:
         self._group = amax_reduction_group
         self._recipe = None if recipe is None else Recipe.load(recipe)
         self._backend: Backend = backend
-        self._execution = resolve_backend(backend, detect()) if enabled else "off"
+        self._execution = resolve_backend(backend, _hardware(detect)) if enabled else "off"
         self._outer: list[tuple[Region | None, int, list[AbstractContextManager[Any]]]] = []
 
     def __enter__(self) -> "autocast":
@@ -68,15 +76,18 @@ class autocast:
         contexts: list[AbstractContextManager[Any]] = []
         if self._execution == "bf16":
             contexts = _bf16_autocasts()
-        if self._execution == "off" and self._enabled and self._backend == "auto":
-            messages.once("auto is off", f"FP8 is off: {detect().reason}")
+        if self._execution == "off" and self._enabled and self._backend == "auto" and outer is None:
+            messages.once("auto is off", f"FP8 is off: {_hardware(detect).reason}")
         self._outer.append((outer, len(state.roots), contexts))
         set_region(self._region_inside(outer))
         return self
 
     def _region_inside(self, outer: Region | None) -> Region | None:
         execution: Literal["fp8", "emulate", "observe"]
-        if self._execution == "fp8" or self._execution == "emulate":
+        inherits = self._enabled and self._backend == "auto" and outer is not None
+        if inherits and outer is not None:
+            execution = outer.execution
+        elif self._execution == "fp8" or self._execution == "emulate":
             execution = self._execution
         elif self._calibrating:
             execution = "observe"
@@ -85,7 +96,7 @@ class autocast:
         region = Region(
             execution=execution,
             strict=self._backend == "fp8",
-            rowwise=self._execution != "fp8" or detect().rowwise,
+            rowwise=self._execution != "fp8" or _hardware(detect).rowwise,
             # A block inside a model's forward belongs to the forward that is running.
             training=state.roots[-1].training if state.roots else None,
             calibrating=self._calibrating,
@@ -96,11 +107,15 @@ class autocast:
             return region
         return dataclasses.replace(
             region,
+            strict=outer.strict if inherits else region.strict,
+            rowwise=outer.rowwise if inherits else region.rowwise,
             recipe=self._recipe or outer.recipe,
             group=self._group or outer.group,
             calibrating=self._calibrating or outer.calibrating,
             training=outer.training,
             reopened=outer.reopened,
+            previous=outer.previous,
+            thread=outer.thread,
             banks=outer.banks,
         )
 

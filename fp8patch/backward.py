@@ -1,13 +1,13 @@
 """How a region reaches into backward, where checkpointed blocks are computed again.
 
 The outermost training forward leaves a hook on its outputs. When backward begins, a gradient
-reaches one of them and the hook opens the region again; backward's last act closes it. Neither
-can be done
-by asking autograd whether a backward is running: that question can't be traced by a compiler.
+reaches one of them and the hook opens the region again; backward's last act closes it. Neither can
+be done by asking autograd whether a backward is running: a compiler can't trace that question.
 """
 
 import dataclasses
 import functools
+import threading
 import weakref
 from collections.abc import Mapping
 from types import ModuleType
@@ -25,7 +25,8 @@ def arm_backward(output: Any, bank: Bank, region: Region) -> bool:
 
     Returns whether anything in `output` can have a gradient.
     """
-    hook = functools.partial(_reopen, weakref.ref(bank), dataclasses.replace(region, reopened=True))
+    again = dataclasses.replace(region, reopened=True, thread=threading.get_ident())
+    hook = functools.partial(_reopen, weakref.ref(bank), again)
     # Objects of unknown classes only where nothing else is: a cache of keys and values is one.
     tensors = _differentiable(output, opaque=False) or _differentiable(output, opaque=True)
     for tensor in tensors:
@@ -62,7 +63,7 @@ def _reopen(bank: "weakref.ref[Bank]", region: Region, grad: Tensor) -> None:
     previous = state.region
     if previous is not None and previous.reopened:
         return
-    set_region(region)
+    set_region(dataclasses.replace(region, previous=previous))
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(functools.partial(_finish_backward, previous))
 

@@ -6,6 +6,7 @@ right.
 """
 
 import types
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from fp8patch.errors import ConversionError
 from fp8patch.modules import linear, norm  # noqa: F401  (registers the classes)
 from fp8patch.modules.base import Float8Module, attach, detach, float8_class
 from fp8patch.plan import Decision, Plan, plan_model, stock_class
+from fp8patch.plan_types import GEMM_KINDS
 from fp8patch.recipe import Recipe
 from fp8patch.roots import unwatch_root, watch_root
 from fp8patch.scaling import Bank
@@ -63,14 +65,16 @@ def convert_model(
     decisions = plan.converted()
     gemms = [d for d in decisions if d.kind != "norm"]
     if not gemms and not allow_empty:
-        raise ConversionError(_nothing_to_convert(plan))
+        raise ConversionError(nothing_to_convert(plan))
     norms = [d.path for d in decisions if d.kind == "norm"]
     bank = Bank(plan.recipe, [d.path for d in gemms], norms)
-    for decision in decisions:
-        _convert(_submodule(model, decision), decision.path, bank, extra_state)
+    # All found before one is changed: a plan for another model leaves this one as it is.
+    modules = [_submodule(model, decision) for decision in decisions]
+    for decision, module in zip(decisions, modules, strict=True):
+        _convert(module, decision.path, bank, extra_state)
     model.__dict__["_fp8_plan"] = plan
     install()
-    parts: list[nn.Module] = [model, *_large_children(model)]
+    parts: list[nn.Module] = [model, *_converted_children(model)]
     for part in parts:
         if not isinstance(part, Float8Module):
             part.__dict__["_fp8_bank"] = bank
@@ -142,21 +146,19 @@ def refuse_unsupported(model: nn.Module) -> None:
             )
 
 
-def _nothing_to_convert(plan: Plan) -> str:
-    reasons: dict[str, int] = {}
-    for decision in plan.decisions:
-        if decision.action == "skip":
-            reasons[decision.code] = reasons.get(decision.code, 0) + 1
-    if not reasons:
+def nothing_to_convert(plan: Plan) -> str:
+    """What to say where `plan` converts no GEMM: how many are skipped, for which reasons."""
+    skipped = Counter(d.code for d in plan.decisions if d.kind in GEMM_KINDS)
+    if not skipped:
         return (
-            "nothing to convert: the model holds no nn.Linear and no Conv1D. "
-            "Pass allow_empty=True if that is expected."
+            "nothing to convert: the model holds no nn.Linear and no Conv1D. allow_empty=True "
+            "(--allow-empty) is for where that is expected."
         )
-    listed = ", ".join(f"{count} {code}" for code, count in sorted(reasons.items()))
+    listed = ", ".join(f"{count} {code}" for code, count in sorted(skipped.items()))
     return (
-        f"nothing to convert: all {sum(reasons.values())} candidates are skipped ({listed}). "
-        "`fp8patch plan` shows each reason; include=[PATTERN] overrides most of them; "
-        "allow_empty=True goes on without FP8."
+        f"nothing to convert: all {skipped.total()} candidates are skipped ({listed}). "
+        "`fp8patch plan` shows each reason; include=[PATTERN] (--include PATTERN) overrides most "
+        "of them; allow_empty=True (--allow-empty) goes on without FP8."
     )
 
 
@@ -197,6 +199,6 @@ def _rebind_forward(module: Any, was: Any) -> None:
             setattr(module, name, types.MethodType(type(module).forward, module))
 
 
-def _large_children(model: nn.Module) -> list[nn.Module]:
+def _converted_children(model: nn.Module) -> list[nn.Module]:
     children = [child for child in model.children() if not isinstance(child, Float8Module)]
     return [child for child in children if is_converted(child) and type(child) is not nn.ModuleList]

@@ -46,8 +46,7 @@ def invalidate(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, Float8Module):
-            module.outdate_weight()
-            module._fp8_bank.weights_seen.discard(module._fp8_path)
+            module.outdate_weight(replaced=True)
 
 
 def _banks(model: nn.Module) -> list[Bank]:

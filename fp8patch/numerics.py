@@ -31,8 +31,7 @@ E5M2 = torch.float8_e5m2
 FP8_MAX: dict[torch.dtype, float] = {E4M3: 448.0, E5M2: 57344.0}
 
 # Halfway between the largest value and the next one that the exponent would allow (480, 65536). Up
-# to here the largest value is the correctly rounded result and nothing is lost; past it, values
-# clip.
+# to here the largest value is the correctly rounded result; past it, values clip.
 CLIPS_ABOVE: dict[torch.dtype, float] = {E4M3: 464.0, E5M2: 61440.0}
 
 # Half the smallest FP8 number: up to and including here a value rounds to zero (the tie is even).

@@ -4,6 +4,7 @@ It has to be process-global: recomputation of a checkpointed block runs inside b
 in a thread of autograd's own, long after the `with` block has ended (see backward.py).
 """
 
+import threading
 import weakref
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ class Region:
         recipe: Overrides the precision of the GEMMs, nothing else.
         group: Process group over which pending amax are reduced.
         reopened: Backward is running; this is recomputation.
+        previous: What was open when backward reopened this one.
+        thread: The thread that ran the forward, and so the one that calls backward.
         banks: Banks that calibration has written to, in an order that is the same on every rank.
     """
 
@@ -42,11 +45,15 @@ class Region:
     recipe: Recipe | None = None
     group: Any = None
     reopened: bool = False
+    previous: "Region | None" = None
+    thread: int = 0
     banks: dict[Bank, None] = field(default_factory=dict, compare=False)
 
 
 @dataclass(slots=True)
 class RootCall:
+    """A call of a converted root that is running, and what to put back when it ends."""
+
     root: nn.Module
     previous: Region
     training: bool
@@ -99,10 +106,13 @@ def new_entry(training: bool) -> None:
 
 
 def close_abandoned() -> None:
-    """A backward that raised never closed its region; nothing but a backward may use it."""
-    if (
-        state.region is not None
-        and state.region.reopened
-        and torch._C._current_graph_task_id() == -1
-    ):
-        set_region(None)
+    """A backward that raised never closed its region; nothing but a backward may use it.
+
+    Seen only from the thread that called backward: others have no backward running at any time.
+    """
+    region = state.region
+    if region is None or not region.reopened or region.thread != threading.get_ident():
+        return
+    if torch._C._current_graph_task_id() == -1:
+        set_region(region.previous)
+        state.in_backward.clear()

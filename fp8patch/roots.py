@@ -1,10 +1,9 @@
 """Where a forward begins and ends: hooks on the root of a model, and their stand-in without a root.
 
 Whether a forward is a *training* forward is decided once, where the outermost one begins, by
-whether
-gradients are enabled there: reentrant checkpointing runs its blocks without gradients the first
-    time, and what they see must be observed all the same. `module.training` is not consulted: a
-    model in eval mode can be trained, and dropout has nothing to do with FP8.
+whether gradients are enabled there: reentrant checkpointing runs its blocks without gradients the
+first time, and what they see must be observed all the same. `module.training` is not consulted: a
+model in eval mode can be trained, and dropout has nothing to do with FP8.
 """
 
 import dataclasses
@@ -99,8 +98,8 @@ def leave_root(root: nn.Module, args: Any, output: Any) -> None:
     call.close()
     region = state.region
     set_region(call.previous)
-    if output is None:
-        return  # The forward has raised (or has nothing to differentiate).
+    if output is None and sys.exc_info()[0] is not None:
+        return  # The forward has raised.
     if call.training and not state.roots and region is not None and not region.reopened:
         bank: Any = root._fp8_bank
         if bank.observation is not None:

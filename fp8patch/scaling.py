@@ -115,6 +115,8 @@ class Bank:
         if slots is None:
             slots = self._slots[device] = Slots(3 * len(self.paths), self.recipe, device)
         self._home[path] = device
+        for left in set(self._slots) - set(self._home.values()):
+            del self._slots[left]
         self._members[path] = weakref.ref(module)
         wanted = [(path, role) for role in range(3)]
         leader = self.siblings.get(path, path)
@@ -233,6 +235,7 @@ class Bank:
             if leader is not None and leader not in self._home and (leader, INPUT) in self._saved:
                 slots.write(self._rows[leader] + INPUT, self._saved.pop((leader, INPUT)))
             module.outdate_weight()
+            module._fp8_weight_state.replaced = False
             self._hand_out(module, slots)
 
     def settle(self) -> None:
@@ -247,8 +250,8 @@ class Bank:
         ours = False
         for module in self.members():
             if id(module.weight) in owned:
-                module._fp8_weight_owned = ours = True
-                module.outdate_weight()
+                module._fp8_weight_state.took_step(module.weight)
+                ours = True
         if not ours:
             ours = any(id(p) in owned for part in list(self._parts) for p in part.parameters())
         if ours:

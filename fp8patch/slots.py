@@ -4,8 +4,8 @@ One row a slot, three slots a module (input, weight, grad_output). A row is hand
 always as the *same* Tensor objects: two modules that share a slot share the objects, which is what
 lets the compiler see one graph input and merge their casts.
 
-Scales and amax lie 16 bytes apart: cuBLASLt answers NOT_SUPPORTED for a scale whose address is
-    not a multiple of 16 (seen on an H200).
+Scales and amax lie 16 bytes apart: cuBLASLt answers NOT_SUPPORTED for a scale whose address is not
+a multiple of 16 (seen on an H200).
 """
 
 import weakref

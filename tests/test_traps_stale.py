@@ -158,33 +158,55 @@ def test_replaced_weights(route: str, owned: bool) -> None:
     in_both(model)
 
 
-@pytest.mark.parametrize("route", ["load_state_dict", "assign", "parameter", "data"])
-def test_a_weight_replaced_by_a_far_larger_one_does_not_clip(route: str) -> None:
+REPLACEMENTS = ("load_state_dict", "assign", "parameter", "data", "in place", "invalidate")
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+@pytest.mark.parametrize("route", REPLACEMENTS)
+def test_a_weight_replaced_by_a_far_larger_one_does_not_clip(route: str, evaluated: bool) -> None:
     """A delayed scale belongs to the weight that it was measured on."""
     model = fp8patch.convert_model(blocks())
     optimizer = sgd(model)
     for _ in range(2):
         step(model, X, optimizer)
-    larger = {name: 5 * value for name, value in model.state_dict().items()}
+    replace(model, route, 100.0)
+    if evaluated:
+        with torch.no_grad(), fp8():
+            model(X)
+        assert_weights_fit(model)
+    optimizer = sgd(model, lr=0.0)
+    for _ in range(3):
+        step(model, X, optimizer)
+        assert_weights_fit(model)
+
+
+def replace(model: nn.Module, route: str, factor: float) -> None:
+    larger = {name: factor * value for name, value in model.state_dict().items()}
     if route in ("load_state_dict", "assign"):
         model.load_state_dict(larger, assign=route == "assign")
-    else:
-        for name, parameter in list(model.named_parameters()):
-            owner, _, leaf = name.rpartition(".")
-            if route == "data":
-                parameter.data = larger[name].clone()
-            else:
-                setattr(model.get_submodule(owner), leaf, nn.Parameter(larger[name].clone()))
-    with torch.no_grad(), fp8():
-        model(X)
-    checked = 0
-    for module in model.modules():
-        if isinstance(module, fp8patch.Float8Linear):
-            q = module._fp8_weight_q
-            stored = numerics.dequantize(q.rows, q.scale_inv)
-            assert numerics.sqnr(module.weight.detach(), stored) > 28
-            checked += 1
-    assert checked
+        return
+    for name, parameter in list(model.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        if route == "data":
+            parameter.data = larger[name].clone()
+        elif route == "parameter":
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(larger[name].clone()))
+        elif route == "in place":
+            with torch.no_grad():
+                parameter.mul_(factor)
+        else:
+            parameter.data.mul_(factor)
+    if route == "invalidate":
+        fp8patch.invalidate(model)
+
+
+def assert_weights_fit(model: nn.Module) -> None:
+    linears = [m for m in model.modules() if isinstance(m, fp8patch.Float8Linear)]
+    assert linears
+    for module in linears:
+        q = module._fp8_weight_q
+        stored = numerics.dequantize(q.rows, q.scale_inv)
+        assert numerics.sqnr(module.weight.detach(), stored) > 28
 
 
 def test_replaced_inside_one_evaluation() -> None:

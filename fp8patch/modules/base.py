@@ -16,7 +16,7 @@ from fp8patch.backward import arm_backward
 from fp8patch.errors import HardwareError, RecipeError
 from fp8patch.modules.extra_state import pack_state, unpack_state
 from fp8patch.modules.gemms import Float8Gemms, GemmSpec, cast_input
-from fp8patch.modules.weights import prepare
+from fp8patch.modules.weights import WeightState, prepare
 from fp8patch.ops.quantize import ALIGNMENT
 from fp8patch.recipe import Recipe
 from fp8patch.roots import enter_module, inside_root
@@ -41,7 +41,6 @@ _RUNTIME = (
     "_fp8_grad_slot",
     "_fp8_device",
     "_fp8_weight_q",
-    "_fp8_weight_key",
 )
 _EXTRA = "_extra_state"
 
@@ -60,11 +59,8 @@ class Float8Module(nn.Module):
     _fp8_bank: Bank
     _fp8_path: str
     _fp8_extra_state: bool
-    # See weights.py.
     _fp8_weight_q: Any
-    _fp8_weight_outdated: bool
-    _fp8_weight_unseen: bool
-    _fp8_weight_replaced: bool
+    _fp8_weight_state: WeightState
 
     def __init__(self, *args: Any, recipe: Recipe | str | None = None, **kwargs: Any) -> None:
         """As the stock class, plus `recipe`. Conversion does not come through here."""
@@ -78,9 +74,8 @@ class Float8Module(nn.Module):
         return _forward_in_region(self, input, region)
 
     def outdate_weight(self, replaced: bool = False) -> None:
-        """The weight has changed: by a step, or (`replaced`) into another one altogether."""
-        self._fp8_weight_outdated = self._fp8_weight_unseen = True
-        self._fp8_weight_replaced = self._fp8_weight_replaced or replaced
+        """The weight has changed; `replaced`: into another one altogether."""
+        self._fp8_weight_state.change(replaced)
 
     def refresh_weight(self, observe: bool) -> None:
         """Quantise the weight again if it is out of date and was ever used.
@@ -89,6 +84,7 @@ class Float8Module(nn.Module):
         each forward.
         """
         whole = type(self.weight) in (nn.Parameter, Tensor) and not self.weight.is_meta
+        self._fp8_weight_state.gathered = not whole
         if self._fp8_weight_q is not None and whole:
             prepare(self, observe)
 
@@ -139,10 +135,7 @@ def fresh_runtime() -> dict[str, Any]:
     return {
         **dict.fromkeys(_RUNTIME),
         "_fp8_narrow": None,
-        "_fp8_weight_outdated": True,
-        "_fp8_weight_unseen": True,
-        "_fp8_weight_owned": False,
-        "_fp8_weight_replaced": False,
+        "_fp8_weight_state": WeightState(),
     }
 
 

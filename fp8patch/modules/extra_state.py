@@ -32,6 +32,8 @@ def unpack_state(module: Any, packed: Tensor) -> None:
     bank: Bank = module._fp8_bank
     values = packed.cpu()
     bank.stepped = bool(values[0])
+    # The scales that follow are those of the weight that was loaded with them.
+    module._fp8_weight_state.replaced = False
     at = 1
     for role in (INPUT, WEIGHT, GRAD_OUTPUT):
         scale, pending, length = (values[at + i] for i in range(3))

@@ -2,9 +2,8 @@
 
 Under autocast, stock LayerNorm returns FP32, and every cast that follows pays for the width. Where
 only GEMMs read the output (pre-LN blocks; the first training step sees it), nothing is lost by
-writing
-the autocast dtype: they would round to it, or to FP8, anyway. Where the output is also the residual
-stream (post-LN: BERT) it stays FP32, unless the recipe says `norm_output: bf16`.
+writing the autocast dtype: they would round to it, or to FP8, anyway. Where the output is also the
+residual stream (post-LN: BERT) it stays FP32, unless the recipe says `norm_output: bf16`.
 """
 
 from typing import Any

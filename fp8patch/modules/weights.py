@@ -6,6 +6,7 @@ which moves no version counter: what was made of it is good for one outermost en
 """
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,42 +14,78 @@ from torch import Tensor
 
 from fp8patch import numerics
 from fp8patch.modules.gemms import Quantized, cast
-from fp8patch.ops.quantize import ALIGNMENT, preserved_version
+from fp8patch.ops.quantize import ALIGNMENT
 from fp8patch.recipe import Recipe
 from fp8patch.scaling import Bank
-from fp8patch.slots import WEIGHT, limit
+from fp8patch.slots import NEVER_SET, WEIGHT, limit
+
+
+@dataclass(slots=True)
+class WeightState:
+    """What a module knows about its weight, besides the quantised form.
+
+    Attributes:
+        tensor, address: What was quantised last, and where it lay.
+        version: Its version counter then, or after the optimizer's last step.
+        entry: The outermost entry at which that was.
+        owned: An optimizer that is known steps it, and says so.
+        outdated: It has changed since it was quantised.
+        unseen: The slot has not observed it as it is now.
+        replaced: It is another weight altogether, and the slot's scale says nothing about it.
+        gathered: Between forwards there is no whole weight (FSDP, offloading): a new tensor each
+            time is the same weight.
+    """
+
+    tensor: weakref.ref[Tensor] | None = None
+    address: int = 0
+    version: int = 0
+    entry: int = -1
+    owned: bool = False
+    outdated: bool = True
+    unseen: bool = True
+    replaced: bool = False
+    gathered: bool = False
+
+    def moved(self, weight: Tensor) -> bool:
+        """Is `weight` another tensor than the one that was quantised?"""
+        if self.tensor is None:
+            return False
+        # By identity: comparing weak references compares what they refer to.
+        return self.tensor() is not weight or self.address != weight.data_ptr()
+
+    def written(self, weight: Tensor) -> bool:
+        """Was it written in place, by something else than the optimizer?"""
+        return self.tensor is not None and self.version != weight._version
+
+    def took_step(self, weight: Tensor) -> None:
+        """The optimizer that owns `weight` has just stepped."""
+        self.owned = self.outdated = self.unseen = True
+        self.version = weight._version
+
+    def change(self, replaced: bool = False) -> None:
+        """The weight is not what was quantised any more."""
+        self.outdated = self.unseen = True
+        self.replaced = self.replaced or replaced
 
 
 def prepare(module: Any, observe: bool, calibrating: bool = False) -> None:
-    """Bind the slots and quantise the weight, where either is out of date.
-
-    What `module` keeps about its weight, besides the quantised form itself:
-        _fp8_weight_key: Which tensor was quantised, and at which outermost entry.
-        _fp8_weight_owned: An optimizer that is known steps it, and says so.
-        _fp8_weight_outdated: It has changed since it was quantised.
-        _fp8_weight_unseen: The slot has not observed it as it is now.
-        _fp8_weight_replaced: It is another weight altogether.
-    """
+    """Bind the slots and quantise the weight, where either is out of date."""
     bank: Bank = module._fp8_bank
-    weight = module.weight
+    weight, known = module.weight, module._fp8_weight_state
     if module._fp8_device != weight.device:
         bank.bind(module)
-    key, outdated = module._fp8_weight_key, module._fp8_weight_outdated
-    # By identity: two weak references are compared by comparing what they refer to.
-    moved = key is not None and (key[0]() is not weight or key[1] != weight.data_ptr())
-    written = key is not None and key[2] != weight._version
-    if moved or module._fp8_weight_replaced or (written and not outdated):
-        _widen_scale(module, weight)
-        module._fp8_weight_replaced = False
-    unseen = module._fp8_weight_unseen
-    trusted = _is_watched(module) and not unseen
+    moved, written = known.moved(weight), known.written(weight)
+    if known.replaced or written or (moved and not known.gathered):
+        _forget_if_clipping(module, weight)
+        known.replaced = False
+    trusted = _is_watched(module) and not known.unseen
     if (
-        key is None
-        or outdated
+        known.tensor is None
+        or known.outdated
         or moved
         or written
-        or (unseen and observe)
-        or not (trusted or key[3] == bank.entry)
+        or (known.unseen and observe)
+        or not (trusted or known.entry == bank.entry)
     ):
         # Observed once between two updates, so that what is counted does not depend on how often
         # the cast had to be repeated (more often before the optimizer is known: after a resume).
@@ -56,40 +93,36 @@ def prepare(module: Any, observe: bool, calibrating: bool = False) -> None:
         _quantize_weight(module, weight, first, calibrating)
         if first:
             bank.weights_seen.add(module._fp8_path)
-        module._fp8_weight_key = (
-            weakref.ref(weight),
-            weight.data_ptr(),
-            weight._version,
-            bank.entry,
-        )
-        module._fp8_weight_outdated = False
+        known.tensor, known.address = weakref.ref(weight), weight.data_ptr()
+        known.version, known.entry = weight._version, bank.entry
+        known.outdated = False
         # An evaluation between two steps observes nothing and uses the scales of the last one: the
         # next training forward has yet to see this weight.
-        module._fp8_weight_unseen = not observe
+        known.unseen = not observe
 
 
-@torch.no_grad()
-def _widen_scale(module: Any, weight: Tensor) -> None:
-    """Give a weight that was replaced by a far larger one a scale that fits it. No sync.
+def _forget_if_clipping(module: Any, weight: Tensor) -> None:
+    """Drop the delayed scale of a weight that was replaced by a far larger one.
 
-    An optimizer moves a weight a little, and the history follows. After `load_state_dict` the old
-    scale may clip most of it for steps on end. Not for one that merely outgrew the history: a
-    resumed run has to clip as the original did.
+    An optimizer moves a weight a little, and the history follows. A scale that was measured on
+    another weight may clip most of this one for steps on end. Not where it merely outgrew the
+    history: a resumed run has to clip as the original did. Reads the device, at rare events only.
     """
     bank: Bank = module._fp8_bank
-    largest, scale = limit(bank.recipe, WEIGHT), module._fp8_weight_slot.scale
-    amax = numerics.amax(weight)
-    fitting = numerics.scale_from_amax(amax, largest)
-    with preserved_version(scale):
-        scale.copy_(torch.where(amax * scale > 2 * largest, fitting, scale))
-    bank.weights_seen.discard(module._fp8_path)
+    largest = limit(bank.recipe, WEIGHT)
+    if bank.recipe.scaling != "delayed":
+        return
+    if float(numerics.amax(weight.detach()) * module._fp8_weight_slot.scale) > 2 * largest:
+        bank.write(module._fp8_path, WEIGHT, NEVER_SET)
+        bank.weights_seen.discard(module._fp8_path)
+        module._fp8_weight_state.unseen = True
 
 
 def _is_watched(module: Any) -> bool:
     """Does whatever changes the weight announce it? A frozen one is changed by no optimizer, but
     by an adapter that is merged into it.
     """
-    return bool(module._fp8_weight_owned and module.weight.requires_grad)
+    return bool(module._fp8_weight_state.owned and module.weight.requires_grad)
 
 
 # Tensors born under inference_mode could not be saved for a later backward.

@@ -10,8 +10,8 @@ Nothing that is traced ever reads those two, so the lie is harmless, and it pays
 
 Declared as a mutation nothing is merged; returned as an output, amax costs a copy a tensor.
 
-`scale_inv` is an output for the same reason of safety: recomputed in backward from `scale`, it
-    could come from a scale that has moved since.
+`scale_inv` is an output for safety too: recomputed in backward from `scale`, it could come from a
+scale that has moved since.
 
 Shapes: x is [M, K]. K is padded with zeros to a multiple of 16, and so is M in the transpose, where
 it is what the wgrad GEMM contracts over: any M works, and zeros change neither amax nor product.
@@ -137,7 +137,7 @@ def quantize(
     if scale.data_ptr() in _cold:
         _cold_used.add(scale.data_ptr())
         live = True
-    if x.is_cuda and 0 < x.numel() < 2**31 and (kernels := _kernels()) is not None:
+    if x.is_cuda and x.numel() and (kernels := _kernels()) is not None:
         return kernels.quantize(  # type: ignore[no-any-return]
             x,
             scale,

@@ -127,7 +127,7 @@ def _quantize_kernel(
         _count(counts, 1, (values != 0.0) & (tl.abs(scaled) <= FLUSHES_TO))
         if pid == 0:
             # A size of 1 is a Python constant in here, which has no `.to`.
-            tl.atomic_add(counts + 3, tl.zeros((), tl.int64) + rows * cols, sem="relaxed")
+            tl.atomic_add(counts + 3, (tl.zeros((), tl.int64) + rows) * cols, sem="relaxed")
 
 
 def quantize(
@@ -143,7 +143,7 @@ def quantize(
     transpose: bool,
     tile: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`ops.quantize.quantize` on the GPU; x [M, K] holds 1 to 2^31 - 1 elements."""
+    """`ops.quantize.quantize` on the GPU; x [M, K] holds at least one element."""
     rows, cols = x.shape
     padded_rows, padded_cols = -(-rows // 16) * 16, -(-cols // 16) * 16
     x_fp8 = torch.empty(rows, padded_cols, dtype=dtype, device=x.device)
