@@ -76,19 +76,9 @@ def plan_model(
         min_gain = 0.0 if recipe.min_gain is None else recipe.min_gain
     places = walk(model)
     candidates = find_candidates(places)
-    selection = Selection(
-        only=_patterns("only", only),
-        skip=(*recipe.skip, *_patterns("skip", skip)),
-        include=(*recipe.include, *_patterns("include", include)),
-    )
-    chosen = {path for candidate in candidates for path in candidate.paths}
-    others = {
-        path: type(place.module).__name__
-        for place in places
-        for path in place.paths
-        if path not in chosen
-    }
-    check_patterns(selection, [candidate.paths for candidate in candidates], others)
+    selection = _selection(recipe, only, skip, include)
+    candidate_paths = [candidate.paths for candidate in candidates]
+    check_patterns(selection, candidate_paths, _others(places, candidate_paths))
     facts = gather_facts(places, candidates)
     shares = _Shares(model, places, candidates, tokens)
     decisions = []
@@ -107,6 +97,27 @@ def plan_model(
         params=shares.total,
         min_gain=float(min_gain),
     )
+
+
+def _selection(
+    recipe: Recipe, only: Iterable[str], skip: Iterable[str], include: Iterable[str]
+) -> Selection:
+    return Selection(
+        only=_patterns("only", only),
+        skip=(*recipe.skip, *_patterns("skip", skip)),
+        include=(*recipe.include, *_patterns("include", include)),
+    )
+
+
+def _others(places: list[Place], chosen: list[tuple[str, ...]]) -> dict[str, str]:
+    """{path: class name} of the modules that are no candidates."""
+    candidates = {path for paths in chosen for path in paths}
+    return {
+        path: type(place.module).__name__
+        for place in places
+        for path in place.paths
+        if path not in candidates
+    }
 
 
 def _patterns(option: str, values: Iterable[str]) -> tuple[str, ...]:

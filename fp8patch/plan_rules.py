@@ -22,6 +22,8 @@ __all__ = ["ALIGNMENT", "Facts", "Verdict", "decide", "gather_facts", "padded"]
 ALIGNMENT = 16
 # A head of fewer outputs than one tile is a classifier, a box or a value, whatever it is called.
 _SMALL = 16
+# What FP8 copies are made from; autocast leaves FP64 alone, and so does a converted module.
+_CONVERTIBLE = (torch.float32, torch.bfloat16, torch.float16)
 
 # Subclasses that were read, and compute what their base does.
 _DROP_IN = frozenset(
@@ -151,6 +153,12 @@ def _impossible(candidate: Candidate, facts: Facts, *, meta: bool) -> tuple[str,
         return "quantized", f"{name} holds quantised weights or runs in another FP8 library"
     if candidate.kind in ("mha", "experts", "rmsnorm"):
         return "unsupported", _unsupported(candidate)
+    wide = next((p.dtype for p in candidate.parameters if p.dtype not in _CONVERTIBLE), None)
+    if wide is not None:
+        return "dtype", (
+            f"{str(wide).removeprefix('torch.')} weights stay as they are; FP8 takes float32, "
+            "bfloat16 and float16"
+        )
     if "parametrizations" in module._modules or "weight" not in module._parameters:
         return "parametrized", (
             "its weight is no plain Parameter of the module (parametrized, weight-normed, pruned "
@@ -252,7 +260,8 @@ def _misaligned(candidate: Candidate) -> str | None:
 
 
 def _quantized(parameter: torch.Tensor) -> bool:
-    plain = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    # Not FP64 nor complex numbers, which nobody quantises to: those are of another dtype.
+    plain = (*_CONVERTIBLE, torch.float64, torch.complex64, torch.complex128)
     # FSDP's DTensor is a plain weight, cut in pieces; torchao's subclasses are not.
     return parameter.dtype not in plain or foreign(type(parameter))
 

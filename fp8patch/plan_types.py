@@ -29,6 +29,7 @@ CODES: dict[str, str] = {
     "pattern": "skipped by a pattern of the user or the recipe",
     "not_selected": "outside --only",
     "quantized": "already quantised, or a layer of another FP8 library",
+    "dtype": "float64 weights stay as they are; FP8 takes float32, bfloat16 and float16",
     "subclass": "a class that may compute something else than its base",
     "bypassed": "its parent reads the weight and never calls it",
     "unsupported": "no FP8 form of it yet",

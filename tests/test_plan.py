@@ -1,9 +1,5 @@
-"""The plan: every reason code, patterns, purity, grouping. Each trap is one that a naive rule
+"""The plan: every reason code, and what is converted. Each trap is one that a naive rule
 (`isinstance(module, nn.Linear)` and nothing else) falls into."""
-
-import copy
-import json
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +8,16 @@ import zoo
 from accelerate import cpu_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from peft import LoraConfig, get_peft_model
+from plan_cases import (
+    RMS,
+    ChannelsFirst,
+    DuckLayerNorm,
+    GatedRMSNorm,
+    LayerScale,
+    Scaled,
+    decision,
+    holder,
+)
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import parametrizations, prune
@@ -19,71 +25,13 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
 from fp8patch.convert import convert_model
-from fp8patch.errors import PlanError, RecipeError
-from fp8patch.plan import CODES, Decision, Plan, plan_model
-from fp8patch.plan_patterns import logical_path, matches
-from fp8patch.plan_walk import stock_class, walk
+from fp8patch.plan import CODES, plan_model
+from fp8patch.plan_walk import stock_class
 from fp8patch.recipe import Recipe
-
-
-def holder(**modules: nn.Module) -> nn.Module:
-    model = nn.Module()
-    for name, module in modules.items():
-        model.add_module(name, module)
-    return model
-
-
-def decision(module: nn.Module, name: str = "layer", **options: Any) -> Decision:
-    """The decision on one module, in a model with nothing else."""
-    return plan_model(holder(**{name: module}), **options)[name]
 
 
 def naive(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | nn.LayerNorm)
-
-
-class Scaled(nn.Linear):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return 2 * super().forward(input)
-
-
-class ChannelsFirst(nn.LayerNorm):
-    pass
-
-
-class RMS(nn.Module):
-    """Not called a norm, and one all the same."""
-
-    def __init__(self, width: int, eps: float = 1e-5, unit_offset: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps, self.unit_offset = eps, unit_offset
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normed = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
-        return normed * (self.weight + self.unit_offset)
-
-
-class GatedRMSNorm(RMS):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * x
-
-
-class LayerScale(nn.Module):
-    """One vector, no children: everything of an RMSNorm but the norm."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
-
-
-class DuckLayerNorm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.ones(width))
 
 
 # -- what is converted ----------------------------------------------------------------------------
@@ -182,6 +130,9 @@ IMPOSSIBLE = [
     ("quantized", _with_weight(torch.zeros(32, 32, dtype=torch.int8))),
     ("quantized", _of_library("bitsandbytes")),
     ("quantized", _of_library("torchao")),
+    ("dtype", nn.Linear(32, 32, dtype=torch.float64)),
+    ("dtype", nn.LayerNorm(32, dtype=torch.float64)),
+    ("dtype", nn.Linear(32, 32, dtype=torch.complex64)),
     ("misaligned", nn.Linear(32, 24)),
     ("misaligned", nn.Linear(40, 32)),
 ]
@@ -197,6 +148,19 @@ def test_impossible_is_skipped_and_include_changes_nothing(code: str, module: nn
 
 def test_reasons_name_the_class() -> None:
     assert "Scaled is a subclass of Linear" in decision(Scaled(32, 32)).reason
+
+
+def test_fp64_is_no_dtype_for_fp8_and_16_bits_are() -> None:
+    found = decision(nn.Linear(32, 32).double())
+    assert found.reason == CODES["dtype"]
+    conv = Conv1D(64, 32).double()
+    assert decision(conv).code == "dtype"
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert decision(nn.Linear(32, 32, dtype=dtype)).code == "ok"
+    model = holder(wide=nn.Linear(32, 32).double(), plain=nn.Linear(32, 32))
+    assert [d.path for d in plan_model(model).converted()] == ["plain"]
+    convert_model(model)
+    assert type(model.wide) is nn.Linear
 
 
 def test_misaligned_sentence_and_padding() -> None:
@@ -359,279 +323,3 @@ def test_a_name_is_not_enough() -> None:
 def test_rmsnorms_of_architectures(name: str, form: str) -> None:
     norms = [d for d in plan_model(zoo.ENTRIES[name].build()).decisions if d.kind == "rmsnorm"]
     assert any(f"* {form})" in d.reason for d in norms)
-
-
-# -- experts and shares ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "llama4_text", "qwen3_moe", "deepseek_v3"])
-def test_experts_are_listed_with_their_shape(name: str) -> None:
-    model = zoo.ENTRIES[name].build()
-    experts = {d.path: d for d in plan_model(model).decisions if d.kind == "experts"}
-    assert experts
-    hidden = model.config.hidden_size
-    for path, found in experts.items():
-        # The two layouts, [E, N, K] and gpt-oss's [E, K, N], come out the same.
-        width = found.out_features if path.endswith("down_proj") else found.in_features
-        assert (width, found.code) == (hidden, "unsupported")
-
-
-@pytest.mark.parametrize("name", ["xlnet", "funnel", "wav2vec2", "vit", "mamba"])
-def test_other_3d_parameters_are_no_experts(name: str) -> None:
-    assert all(d.kind != "experts" for d in plan_model(zoo.ENTRIES[name].build()).decisions)
-
-
-def test_expert_flops_are_those_of_the_experts_that_a_token_visits() -> None:
-    model = zoo.ENTRIES["mixtral"].build()
-    plan = plan_model(model)
-    up = plan["model.layers.0.mlp.experts.gate_up_proj"]
-    query = plan["model.layers.0.self_attn.q_proj"]
-    visits = model.config.num_experts_per_tok
-    ratio = visits * up.out_features * up.in_features / (query.out_features * query.in_features)
-    assert up.flops_share / query.flops_share == pytest.approx(ratio)
-
-
-@pytest.mark.parametrize("name", sorted(zoo.ENTRIES))
-def test_every_architecture_total_and_consistent(name: str) -> None:
-    model = zoo.ENTRIES[name].build()
-    plan = plan_model(model)
-    paths = [d.path for d in plan.decisions]
-    assert len(paths) == len(set(paths))
-    linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    assert linears <= set(paths)
-    assert all(d.code in CODES and d.reason for d in plan.decisions)
-    assert sum(d.flops_share for d in plan.decisions) == pytest.approx(1)
-    assert sum(d.param_share for d in plan.decisions) < 1 + 1e-9
-    assert plan.params == sum(p.numel() for p in model.parameters())
-    assert plan.converted()
-    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
-
-
-def test_shared_parameters_count_once() -> None:
-    first, second = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
-    second.weight = first.weight
-    plan = plan_model(holder(first=first, second=second))
-    assert [d.param_share for d in plan.decisions] == [1.0, 0.0]
-    assert [d.params for d in plan.decisions] == [1024, 1024]
-
-
-def test_a_module_under_two_names_is_one_candidate_and_answers_to_both() -> None:
-    shared = nn.Linear(32, 32)
-    model = holder(first=shared, second=shared)
-    assert [d.path for d in plan_model(model).decisions] == ["first"]
-    assert plan_model(model, skip=["second"])["first"].code == "pattern"
-
-
-def test_a_module_that_contains_itself_ends() -> None:
-    model = holder(layer=nn.Linear(32, 32))
-    model.add_module("again", model)
-    assert [d.path for d in plan_model(model).decisions] == ["layer"]
-
-
-# -- patterns -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("pattern", "path", "expected"),
-    [
-        ("model.layers.0", "model.layers.0.mlp.up_proj", True),
-        ("model.layers.1", "model.layers.10.mlp.up_proj", False),
-        ("*.mlp", "model.layers.0.mlp.up_proj", True),
-        ("*.up_proj", "model.layers.0.mlp.up_proj", True),
-        ("up_proj", "model.layers.0.mlp.up_proj", False),
-        ("*.MLP.*", "model.layers.0.mlp.up_proj", False),
-        ("*.query", "base_model.model.bert.query.base_layer", True),
-        ("bert.*", "module._orig_mod.bert.query", True),
-    ],
-)
-def test_pattern_semantics(pattern: str, path: str, expected: bool) -> None:
-    assert matches(pattern, (path,)) is expected
-
-
-def test_logical_path() -> None:
-    assert logical_path("module.head.modules_to_save.default") == "head"
-    assert logical_path("my_module.base_layers.x") == "my_module.base_layers.x"
-
-
-def test_only_skip_and_include_together() -> None:
-    model = zoo.ENTRIES["llama"].build()
-    plan = plan_model(
-        model, Recipe(skip=("*.v_proj",)),
-        only=["model.layers.0", "lm_head"], skip=["*.o_proj"], include=["lm_head"],
-    )  # fmt: skip
-    assert plan["model.layers.0.self_attn.q_proj"].code == "ok"
-    assert plan["model.layers.0.self_attn.v_proj"].code == "pattern"
-    assert plan["model.layers.0.self_attn.o_proj"].code == "pattern"
-    assert plan["model.layers.1.self_attn.q_proj"].code == "not_selected"
-    assert plan["lm_head"].code == "ok"
-    # A skip is a wish of the user's, which an include elsewhere does not lift.
-    assert plan_model(model, skip=["lm_head"], include=["lm_head"])["lm_head"].code == "pattern"
-
-
-@pytest.mark.parametrize("option", ["only", "skip", "include"])
-def test_unmatched_pattern_names_the_nearest(option: str) -> None:
-    model = zoo.ENTRIES["llama"].build()
-    with pytest.raises(PlanError) as raised:
-        plan_model(model, **{option: ["*.q_porj"]})
-    text = str(raised.value)
-    assert f'{option} pattern "*.q_porj" matches none of the 20 candidates' in text
-    assert 'Nearest: "*.q_proj"' in text
-    with pytest.raises(PlanError, match=r'Nearest: "model\.layers\.0\.self_attn\.q_proj"'):
-        plan_model(model, **{option: ["model.layers.0.self_atn.q_proj"]})
-
-
-def test_a_recipe_pattern_that_matches_nothing_is_an_error_too() -> None:
-    with pytest.raises(PlanError, match="skip pattern"):
-        plan_model(nn.Linear(16, 16), Recipe(skip=("*.nothing",)))
-
-
-def test_a_pattern_for_what_is_no_candidate() -> None:
-    model = zoo.ENTRIES["llama"].build()
-    with pytest.raises(PlanError, match=r"model\.embed_tokens is a Embedding"):
-        plan_model(model, only=["model.embed_tokens"])
-    # To skip it is what happens anyway.
-    assert plan_model(model, skip=["model.embed_tokens"]) == plan_model(model)
-
-
-@pytest.mark.parametrize("bad", [[""], [3]])
-def test_what_is_no_pattern(bad: list[Any]) -> None:
-    with pytest.raises(PlanError, match="is not a pattern"):
-        plan_model(nn.Linear(16, 16), only=bad)
-
-
-def test_a_lone_string_is_one_pattern() -> None:
-    plan = plan_model(zoo.ENTRIES["llama"].build(), only="*.q_proj")
-    assert {d.path.rsplit(".", 1)[-1] for d in plan.converted()} == {"q_proj"}
-
-
-# -- gain -----------------------------------------------------------------------------------------
-
-
-def test_slower_layers_are_skipped_by_min_gain() -> None:
-    model = holder(small=nn.Linear(64, 64), large=nn.Linear(8192, 8192, device="meta"))
-    assert plan_model(model, gpu="h100", meta=True)["small"].code == "ok"  # 0 by default
-    plan = plan_model(model, gpu="h100", min_gain=1.0, meta=True)
-    assert plan["small"].code == "slower"
-    assert plan["small"].reason == f"slower: {plan['small'].gain:.2g}x at M=4096"
-    assert plan["large"].code == "ok"
-    assert plan["large"].gain > 1
-    from_recipe = plan_model(model, Recipe(min_gain=99), gpu="h100", meta=True)
-    assert not from_recipe.converted()
-    assert "min_gain 99" in from_recipe["large"].reason
-    assert plan_model(model, Recipe(min_gain=99), min_gain=0, meta=True)["small"].code == "ok"
-    assert plan_model(model, min_gain=99, include=["small"], meta=True)["small"].code == "ok"
-
-
-def test_no_gpu_predicts_nothing() -> None:
-    plan = plan_model(nn.Linear(16, 16), gpu=None, min_gain=9)
-    assert (plan.gpu, plan[""].gain, plan[""].code) == (None, None, "ok")
-    assert plan.summary()["gemm_gain"] is None
-
-
-@pytest.mark.parametrize("tokens", [0, -1, 1.5, True])
-def test_bad_tokens(tokens: Any) -> None:
-    with pytest.raises(PlanError, match="tokens"):
-        plan_model(nn.Linear(16, 16), tokens=tokens)
-
-
-def test_bad_gpu_and_recipe() -> None:
-    with pytest.raises(PlanError, match="GPU"):
-        plan_model(nn.Linear(16, 16), gpu="a100x")
-    with pytest.raises(RecipeError):
-        plan_model(nn.Linear(16, 16), "no_such")
-
-
-# -- purity ---------------------------------------------------------------------------------------
-
-
-def _state(model: nn.Module) -> list[Any]:
-    """Everything that a module holds, by identity, and its tensors also by value."""
-    rows: list[Any] = []
-    for place in walk(model):
-        module = place.module
-        rows.append((place.paths, type(module), sorted(vars(module)), module.training))
-        for value in vars(module).values():
-            rows.append(id(value))
-            if isinstance(value, dict):
-                rows.extend((key, id(item)) for key, item in value.items())
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                rows.append((id(tensor), tensor._version, tensor.data_ptr(), tensor.grad is None))
-                rows.append(tensor.detach().flatten().clone().view(torch.uint8).tolist())
-    return rows
-
-
-@pytest.mark.parametrize("name", ["bert", "gpt2", "gemma2", "mixtral", "t5", "mask2former"])
-def test_planning_changes_nothing(name: str) -> None:
-    model = zoo.ENTRIES[name].build()
-    first = next(iter(model.parameters()))
-    add_hook_to_module(model, AlignDevicesHook(execution_device="cpu"))
-    before, random = _state(model), torch.get_rng_state()
-    calls: list[nn.Module] = []
-    for module in model.modules():
-        module.register_forward_pre_hook(lambda m, _: calls.append(m))
-    hooked = _state(model)
-    plan_model(model, min_gain=1.0)
-    assert _state(model) == hooked
-    assert len(before) <= len(hooked)
-    assert torch.equal(torch.get_rng_state(), random)
-    assert next(iter(model.parameters())) is first
-    assert not calls  # no module of the model ran, not even a norm
-
-
-def test_planning_is_deterministic_and_copies_agree() -> None:
-    model = zoo.ENTRIES["qwen3"].build()
-    assert plan_model(model) == plan_model(model) == plan_model(copy.deepcopy(model))
-
-
-# -- grouping and dictionaries --------------------------------------------------------------------
-
-
-def test_groups_collapse_repeated_blocks() -> None:
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=32, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=96,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-    plan = plan_model(model, meta=True, skip=["model.layers.0", "model.layers.3.mlp"])
-    groups = {group.path: group for group in plan.groups()}
-    assert len(plan.decisions) == 290
-    assert groups["model.layers.{1-2,4-31}.mlp.up_proj"].count == 30
-    assert groups["model.layers.{0,3}.mlp.up_proj"].first.code == "pattern"
-    assert groups["model.layers.{1-31}.self_attn.q_proj"].count == 31
-    assert sum(group.count for group in groups.values()) == 290
-    whole = plan_model(model, meta=True)
-    assert len(whole.groups()) == 11
-    star = {group.path: group.count for group in whole.groups()}
-    assert star["model.layers.*.self_attn.q_proj"] == 32
-    assert sum(g.flops_share for g in whole.groups()) == pytest.approx(1)
-
-
-def test_a_number_that_does_not_vary_is_shown() -> None:
-    plan = plan_model(zoo.ENTRIES["t5"].build())
-    assert "encoder.block.*.layer.0.SelfAttention.q" in {g.path for g in plan.groups()}
-
-
-def test_summary() -> None:
-    model = holder(a=nn.Linear(32, 32, bias=False), b=nn.Linear(32, 48, bias=False))
-    total = plan_model(model, skip=["b"]).summary()
-    assert (total["candidates"], total["converted"]) == (2, 1)
-    assert total["codes"] == {"ok": 1, "pattern": 1}
-    assert total["flops_share"] == pytest.approx(0.4)
-    assert total["param_share"] == pytest.approx(0.4)
-
-
-def test_from_dict_says_what_is_wrong() -> None:
-    good = plan_model(nn.Linear(16, 16)).to_dict()
-    for change, text in [
-        ({"decisions": None}, "not a plan"),
-        ({"decisions": [{"path": "x"}]}, "not a plan"),
-        ({"decisions": [{**good["decisions"][0], "code": "whim"}]}, "'whim' is unknown"),
-        ({"decisions": [{**good["decisions"][0], "kind": "pool"}]}, "'pool' is unknown"),
-    ]:
-        with pytest.raises(PlanError, match=text):
-            Plan.from_dict({**good, **change})
-    del good["tokens"]
-    with pytest.raises(PlanError, match="'tokens' is missing"):
-        Plan.from_dict(good)
