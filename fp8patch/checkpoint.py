@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from fp8patch import messages
+from fp8patch.checkpoint_files import abandoned, made, workspace
 from fp8patch.checkpoint_hooks import install, stock_keys
 from fp8patch.checkpoint_sidecar import (
     FORMAT_VERSION,
@@ -41,6 +42,7 @@ from fp8patch.checkpoint_state import (
 from fp8patch.convert import convert_model
 from fp8patch.errors import CheckpointError
 from fp8patch.hardware import Backend, detect, resolve_backend
+from fp8patch.messages import one_line
 from fp8patch.plan import Decision, Plan, stock_class
 
 __all__ = ["FORMAT_VERSION", "SIDECAR", "STATE", "load", "save"]
@@ -80,16 +82,13 @@ def save(model: nn.Module, directory: str | Path) -> None:
 @contextmanager
 def _staging(target: Path) -> Iterator[Path]:
     """A directory in `target` whose files move there when the block ends."""
-    made = not target.exists()
-    staged = target / f"{_STAGING}{os.getpid()}"
-    complete = False
     try:
-        target.mkdir(parents=True, exist_ok=True)
-        _sweep(target)
-        staged.mkdir()
-        yield staged
-        _publish(staged, target)
-        complete = True
+        with made(target):
+            for old in abandoned(target, _STAGING):
+                shutil.rmtree(old, ignore_errors=True)
+            with workspace(target, _STAGING) as staged:
+                yield staged
+                _publish(staged, target)
     except OSError as error:
         raise write_error(target, error) from error
     except SafetensorError as error:
@@ -97,10 +96,6 @@ def _staging(target: Path) -> Iterator[Path]:
             f"{target}: the weights cannot be written: {error}. What was there before is "
             "untouched. Check the free space."
         ) from error
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
-        if made and not complete and target.is_dir() and not any(target.iterdir()):
-            target.rmdir()
 
 
 def _publish(staged: Path, target: Path) -> None:
@@ -114,17 +109,6 @@ def _publish(staged: Path, target: Path) -> None:
         for old in target.iterdir():
             if _WEIGHT_FILES.fullmatch(old.name) and old.name not in names:
                 old.unlink()
-
-
-def _sweep(target: Path) -> None:
-    """Remove what killed saves have left."""
-    for old in target.glob(f"{_STAGING}*"):
-        try:
-            os.kill(int(old.name.removeprefix(_STAGING)), 0)
-        except ProcessLookupError:
-            shutil.rmtree(old, ignore_errors=True)
-        except (ValueError, PermissionError):
-            continue
 
 
 def load(
@@ -244,7 +228,7 @@ def _from_pretrained(cls: Any, source: Path, **options: Any) -> Any:
         )
     except Exception as error:  # transformers and safetensors raise what they like
         raise CheckpointError(
-            f"{source}: the weights cannot be loaded: {_one_line(error)} Copy the directory again "
+            f"{source}: the weights cannot be loaded: {one_line(error)}. Copy the directory again "
             "from where it was saved."
         ) from error
     for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
@@ -273,7 +257,7 @@ def _load_into(model: Any, source: Path) -> None:
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
-        raise CheckpointError(f"{source}: does not fit the model: {_one_line(error)}") from error
+        raise CheckpointError(f"{source}: does not fit the model: {one_line(error)}.") from error
 
 
 def _load_plain(model: nn.Module, file: Path) -> None:
@@ -281,12 +265,7 @@ def _load_plain(model: nn.Module, file: Path) -> None:
         safetensors.torch.load_model(model, file)
     except SafetensorError as error:
         raise CheckpointError(
-            f"{file}: corrupt: {_one_line(error)} Copy it again from where it was saved."
+            f"{file}: corrupt: {one_line(error)}. Copy it again from where it was saved."
         ) from error
     except RuntimeError as error:
-        raise CheckpointError(f"{file}: does not fit the model: {_one_line(error)}") from error
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return (text[:300] + "…" if len(text) > 300 else text).rstrip(".") + "."
+        raise CheckpointError(f"{file}: does not fit the model: {one_line(error)}.") from error

@@ -12,6 +12,7 @@ from fp8patch import amp, messages
 from fp8patch.checkpoint_files import Progress
 from fp8patch.checkpoint_state import find_converted
 from fp8patch.errors import CheckpointError, ConversionError
+from fp8patch.scaling import Bank
 from fp8patch.slots import INPUT, WEIGHT
 
 __all__ = ["calibrate", "load_tokenizer", "read_texts"]
@@ -55,8 +56,9 @@ def load_tokenizer(directory: Path) -> Any:
             directory, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # each kind of tokenizer fails in its own way
-        text = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{directory}: its tokenizer cannot be loaded ({text}).") from None
+        raise CheckpointError(
+            f"{directory}: its tokenizer cannot be loaded ({messages.one_line(error)})."
+        ) from None
 
 
 def calibrate(
@@ -114,6 +116,10 @@ def calibrate(
         # Calibration has seen the weights too, once more than a first use does.
         if len(state.history):
             bank.write(path, WEIGHT, state)
+    _report_idle(bank)
+
+
+def _report_idle(bank: Bank) -> None:
     idle = [path for path in bank.paths if not len(bank.read(path, INPUT).history)]
     if idle:
         messages.note(

@@ -1,25 +1,35 @@
 """Write a directory that appears whole or not at all, and copy one into it.
 
-The work happens in a hidden sibling, `.NAME.fp8patch-new-…`, which is renamed when it is complete.
+The work happens in a hidden directory, which is renamed when it is complete (`staging`, in a
+sibling `.NAME.fp8patch-new-…`), or whose files are moved then (`save`, in one inside its target).
 Its owner holds a lock on it, which the kernel drops when the process dies in whatever way: what is
-left of a killed process is an unlocked sibling, removed by the next one that writes `NAME`.
+left of a killed process is unlocked, and removed by the next one that writes there. A process id
+would not do: on a shared filesystem the owner may live on another host, or in another container.
 """
 
-import errno
 import fcntl
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from fp8patch import messages
-from fp8patch.checkpoint_sidecar import SIDECAR
+from fp8patch.checkpoint_sidecar import SIDECAR, why, write_error
 from fp8patch.errors import CheckpointError
 
-__all__ = ["Progress", "check_target", "copy_tree", "files_below", "staging"]
+__all__ = [
+    "Progress",
+    "abandoned",
+    "check_target",
+    "copy_tree",
+    "files_below",
+    "made",
+    "staging",
+    "workspace",
+]
 
 # (stage, done, total): bytes for "copy", tensors for "weights", texts for "calibrate".
 Progress = Callable[[str, int, int], None]
@@ -66,34 +76,62 @@ def staging(out: Path, *, force: bool) -> Iterator[Path]:
         CheckpointError: The directory cannot be made, filled (disk full) or renamed.
     """
     out = out.resolve()
-    made: list[Path] = []
-    work, lock = None, -1
     try:
-        made = _make_parents(out.parent)
-        if _sweep(out) and not force:
-            raise _exists(out)
-        work, lock = _locked_sibling(out)
+        with made(out.parent):
+            if _sweep(out) and not force:
+                raise _exists(out)
+            with workspace(out.parent, f"{_prefix(out)}new-") as work:
+                yield work
+                _publish(work, out, force)
+    except OSError as error:
+        raise write_error(out, error) from None
+
+
+@contextmanager
+def workspace(parent: Path, prefix: str) -> Iterator[Path]:
+    """A new empty directory `parent/prefix…`, locked; removed when the block ends, if still there.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    work, lock = _locked_directory(parent, prefix)
+    try:
         yield work
-        _publish(work, out, force)
-    except BaseException as error:
-        if work is not None:
-            shutil.rmtree(work, ignore_errors=True)
-        for parent in reversed(made):
-            if not any(parent.iterdir()):
-                parent.rmdir()
-        if isinstance(error, OSError):
-            raise CheckpointError(f"{out}: cannot be written: {why(error)}") from None
-        raise
     finally:
+        shutil.rmtree(work, ignore_errors=True)
         if lock >= 0:
             os.close(lock)
 
 
-def why(error: OSError) -> str:
-    """The cause of a failed read or write as a sentence, with what to do about a full disk."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "the disk is full. Nothing is left behind; free some space, or write elsewhere."
-    return f"{error.strerror or error}."
+def abandoned(parent: Path, prefix: str) -> Iterator[Path]:
+    """The directories `parent/prefix…` whose owners are dead, each locked while it is the current
+    one. Where there are no locks, none: whether an owner lives cannot be told there."""
+    for path in [path for path in parent.iterdir() if path.name.startswith(prefix)]:
+        lock = _lock(path)
+        if lock is None:
+            continue
+        try:
+            yield path
+        finally:
+            os.close(lock)
+
+
+@contextmanager
+def made(directory: Path) -> Iterator[None]:
+    """Make `directory` and what is above it; remove again what is empty if the block raises.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for path in missing:
+            with suppress(OSError):  # never made, or not empty
+                path.rmdir()
+        raise
 
 
 def files_below(directory: Path) -> list[Path]:
@@ -177,19 +215,12 @@ def _reflink(reader: BinaryIO, writer: BinaryIO) -> bool:
     return True
 
 
-def _make_parents(directory: Path) -> list[Path]:
-    """Make `directory`; returns what was made, outermost first."""
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
-    return missing[::-1]
-
-
 def _prefix(out: Path) -> str:
     return f".{out.name}.fp8patch-"
 
 
-def _sibling(out: Path, kind: str) -> Path:
-    return out.parent / f"{_prefix(out)}{kind}-{secrets.token_hex(4)}"
+def _unique(parent: Path, prefix: str) -> Path:
+    return parent / f"{prefix}{secrets.token_hex(4)}"
 
 
 def _lock(directory: Path) -> int | None:
@@ -210,13 +241,13 @@ def _lock(directory: Path) -> int | None:
     return None
 
 
-def _locked_sibling(out: Path) -> tuple[Path, int]:
-    """An empty sibling of `out`, and its lock (-1 where there are no locks: never swept then)."""
-    work = _sibling(out, "new")
-    work.mkdir()  # not mkdtemp, whose 0700 would be the mode of `out` for good
+def _locked_directory(parent: Path, prefix: str) -> tuple[Path, int]:
+    """An empty directory, and its lock (-1 where there are no locks: never swept then)."""
+    work = _unique(parent, prefix)
+    work.mkdir()  # not mkdtemp, whose 0700 would be the mode of what it becomes for good
     lock = _lock(work)
     if lock is None and not work.exists():
-        return _locked_sibling(out)
+        return _locked_directory(parent, prefix)
     return work, -1 if lock is None else lock
 
 
@@ -229,22 +260,14 @@ def _exists(out: Path) -> CheckpointError:
 def _sweep(out: Path) -> bool:
     """Remove what dead processes have left beside `out`; returns whether that brought it back."""
     restored = False
-    for path in out.parent.iterdir():
-        if not path.name.startswith(_prefix(out)):
-            continue
-        lock = _lock(path)
-        if lock is None:
-            continue
-        try:
-            if path.name.startswith(_prefix(out) + "old-") and not out.exists():
-                # Killed between two renames: this is what `out` was.
-                os.rename(path, out)
-                restored = True
-                messages.note(f"{out}: put back as it was before a convert that was killed.")
-            else:
-                shutil.rmtree(path, ignore_errors=True)
-        finally:
-            os.close(lock)
+    for path in abandoned(out.parent, _prefix(out)):
+        if path.name.startswith(_prefix(out) + "old-") and not out.exists():
+            # Killed between two renames: this is what `out` was.
+            os.rename(path, out)
+            restored = True
+            messages.note(f"{out}: put back as it was before a convert that was killed.")
+        else:
+            shutil.rmtree(path, ignore_errors=True)
     return restored
 
 
@@ -252,7 +275,7 @@ def _publish(work: Path, out: Path, force: bool) -> None:
     if not (force and out.exists()):
         os.rename(work, out)  # fails where somebody else has filled `out` by now
         return
-    old = _sibling(out, "old")
+    old = _unique(out.parent, f"{_prefix(out)}old-")
     lock = _lock(out)  # it goes along when `out` is renamed
     try:
         os.rename(out, old)

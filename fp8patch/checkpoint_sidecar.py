@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ __all__ = [
     "has_sidecar",
     "read_sidecar",
     "remove_sidecar",
+    "why",
     "write_error",
     "write_sidecar",
 ]
@@ -47,6 +48,7 @@ FORMAT_VERSION = 1
 _SAMPLED_ROWS = 16
 _SAMPLED_COLUMNS = 64
 _FIELDS = {"history": 1, "scale": 0, "amax": 0, "counts": 1}
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,11 @@ class BankMeta:
     stepped: bool = False
     backward_finished: bool = False
     optimizer_seen: bool = False
+
+    @classmethod
+    def flags(cls) -> tuple[str, ...]:
+        """Names of the fields that are true or false, which a Bank has too."""
+        return tuple(item.name for item in fields(cls) if item.type is bool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,10 +180,7 @@ def write_sidecar(
         "bank": {
             "siblings": dict(bank_meta.siblings),
             "low_precision_norms": sorted(bank_meta.low_precision_norms),
-            "observed": bank_meta.observed,
-            "stepped": bank_meta.stepped,
-            "backward_finished": bank_meta.backward_finished,
-            "optimizer_seen": bank_meta.optimizer_seen,
+            **{name: getattr(bank_meta, name) for name in BankMeta.flags()},
         },
         "fingerprint": dict(fingerprint),
         "state": {"file": state_name, "digest": _digest(state)},
@@ -222,14 +226,18 @@ def _write_bytes(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
+def why(error: OSError) -> str:
+    """The cause of a failed read or write as a sentence, with what to do about a full disk."""
+    if error.errno in _FULL:
+        return "the disk is full. Free some space there, or write elsewhere."
+    return f"{error.strerror or error}."
+
+
 def write_error(path: str | Path, error: OSError) -> CheckpointError:
     """What to raise when `path` could not be written."""
-    reason = error.strerror or str(error)
-    remedy = "Check the path and its permissions."
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        remedy = "Free some space there, or save somewhere else."
+    remedy = "" if error.errno in _FULL else " Check the path and its permissions."
     return CheckpointError(
-        f"{path}: cannot be written: {reason}. What was there before is untouched. {remedy}"
+        f"{path}: cannot be written: {why(error)}{remedy} What was there before is untouched."
     )
 
 
@@ -258,7 +266,7 @@ def read_sidecar(directory: str | Path, *, index: int = 0) -> Sidecar:
         meta = BankMeta(
             siblings={str(k): str(v) for k, v in bank["siblings"].items()},
             low_precision_norms=tuple(map(str, bank["low_precision_norms"])),
-            **{name: _flag(bank, name) for name in _FLAGS},
+            **{name: _flag(bank, name) for name in BankMeta.flags()},
         )
         sidecar = Sidecar(
             path=path,
@@ -275,9 +283,6 @@ def read_sidecar(directory: str | Path, *, index: int = 0) -> Sidecar:
     except (TypeError, ValueError, AttributeError) as error:
         raise _corrupt(path, str(error)) from None
     return sidecar
-
-
-_FLAGS = ("observed", "stepped", "backward_finished", "optimizer_seen")
 
 
 def _flag(values: Any, name: str) -> bool:

@@ -15,6 +15,7 @@ from torch import nn
 
 from fp8patch import messages
 from fp8patch.errors import CheckpointError, PlanError
+from fp8patch.messages import one_line
 
 __all__ = ["model_from_config", "read_config"]
 
@@ -42,9 +43,10 @@ def model_from_config(source: str | Path) -> nn.Module:
                 model: nn.Module = build(config)
             except Exception as error:
                 # A constructor can fail in any way on values that nobody ever ran it with.
-                failed = failed or f"{cls.__name__}: {_one_line(error)}"
+                failed = failed or f"{cls.__name__}: {one_line(error)}."
                 continue
-        return model
+        # What is built is FP32; of the dtypes that a checkpoint may have, one changes the plan.
+        return model.double() if getattr(config, "dtype", None) is torch.float64 else model
     raise PlanError(f"{source}: no model can be built from this config. {failed}")
 
 
@@ -118,7 +120,7 @@ def _local(file: Path) -> Any:
         return transformers.CONFIG_MAPPING[kind].from_dict(values)
     except Exception as error:
         # Configs check their values in ways of their own, and raise what they like.
-        raise CheckpointError(f"{file}: not a valid {kind} config: {_one_line(error)}") from None
+        raise CheckpointError(f"{file}: not a valid {kind} config: {one_line(error)}.") from None
 
 
 def _from_hub(name: str) -> Any:
@@ -130,7 +132,7 @@ def _from_hub(name: str) -> Any:
             name, trust_remote_code=False, local_files_only=not online
         )
     except (OSError, ValueError) as error:
-        why = f"the hub has none for us either: {_one_line(error)}"
+        why = f"the hub has none for us either: {one_line(error)}"
         if not online:
             why = "the Hugging Face hub cannot be reached, nor is the model in its cache here"
         raise CheckpointError(
@@ -173,8 +175,3 @@ def _classes(config: Any, source: str | Path) -> list[Any]:
     missing = f"has no class {named[0]}" if named else "is not told which class it is"
     messages.note(f"{source}: transformers {missing}; planned as {known[0].__name__} builds it.")
     return known
-
-
-def _one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (" ".join(lines) or type(error).__name__)[:300]

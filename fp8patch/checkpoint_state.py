@@ -88,12 +88,13 @@ def find_converted(model: nn.Module) -> Converted | None:
         return None
     if len(found) > 1:
         others = ", ".join(path or "(root)" for path, _ in found[1:])
-        messages.once(
-            f"several converted parts {id(model)}",
+        text = (
             f"{type(model).__name__} was converted in {len(found)} parts. FP8 state is saved and "
             f"restored for {found[0][0] or '(root)'} alone, not for {others}: convert the whole "
-            "model in one call (only=[...] selects parts).",
+            "model in one call (only=[...] selects parts)."
         )
+        # By what it says, not by the model: another one may get its id, and would never hear it.
+        messages.once(text, text)
     path, module = found[0]
     attributes = vars(module)
     return Converted(path, module, attributes["_fp8_plan"], attributes["_fp8_bank"])
@@ -138,10 +139,7 @@ def _write(converted: Converted, directory: str | Path, index: int) -> None:
         BankMeta(
             siblings=bank.siblings,
             low_precision_norms=tuple(sorted(bank.low_precision_norms)),
-            observed=bank.observed,
-            stepped=bank.stepped,
-            backward_finished=bank.backward_finished,
-            optimizer_seen=bank.optimizer_seen,
+            **{name: getattr(bank, name) for name in BankMeta.flags()},
         ),
         dict(bank.state()),
         {path: value for path, value in prints.items() if value is not None},
@@ -222,9 +220,9 @@ def restore(converted: Converted, sidecar: Sidecar) -> None:
     meta, siblings = sidecar.bank, sidecar.bank.siblings
     bank.siblings = {p: leader for p, leader in siblings.items() if {p, leader} <= ours}
     bank.low_precision_norms = set(meta.low_precision_norms) & set(bank.norms)
-    bank.observation, bank.observed = None, meta.observed
-    bank.stepped, bank.backward_finished = meta.stepped, meta.backward_finished
-    bank.optimizer_seen = meta.optimizer_seen
+    bank.observation = None
+    for name in BankMeta.flags():
+        setattr(bank, name, getattr(meta, name))
     bank.restore(
         {
             (path, role): state

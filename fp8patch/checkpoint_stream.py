@@ -4,10 +4,11 @@ The model is planned on the meta device and never built with its weights. What i
 stock files, byte for byte, and a sidecar: plan, recipe, and the scale of every weight.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from torch.nn import Module
 
 from fp8patch import messages
 from fp8patch.checkpoint_files import Progress, check_target, copy_tree, staging
@@ -15,9 +16,9 @@ from fp8patch.checkpoint_sidecar import SIDECAR, BankMeta, file_names, has_sidec
 from fp8patch.checkpoint_skeleton import model_from_config, read_config
 from fp8patch.checkpoint_tensors import open_tensors
 from fp8patch.checkpoint_weights import WeightScan, scan_weights
+from fp8patch.convert import nothing_to_convert
 from fp8patch.errors import CheckpointError, ConversionError
-from fp8patch.plan import Plan, plan_model
-from fp8patch.plan_types import GEMM_KINDS
+from fp8patch.plan import Decision, Plan, plan_model
 from fp8patch.recipe import Recipe
 from fp8patch.slots import WEIGHT
 
@@ -68,22 +69,18 @@ def convert_directory(
         recipe, only, skip, include, tokens, gpu, min_gain: As for `plan_model`.
         allow_empty: A plan that converts nothing is fine.
         force: Replace `out`, if it is a model directory, once the new one is complete.
-        calibrate: Called with the directory, complete but under a temporary name, to add to the
-            state in its sidecar.
+        calibrate: Called with the complete directory, to add to the state in its sidecar.
         progress: Called as (stage, done, total): bytes for "copy", then tensors for "weights".
 
     Raises:
-        CheckpointError: `source` is no complete model directory, or `out` may not or cannot be
-            written.
+        CheckpointError: `source` is no model directory, or `out` may not or cannot be written.
         ConversionError: The weights are quantised, or there is nothing to convert.
         PlanError: A pattern matches nothing, or transformers does not know the architecture.
         RecipeError: The recipe can't be loaded.
     """
     source, out = Path(source).expanduser(), Path(out).expanduser()
     recipe = Recipe.load(recipe)
-    _require_directory(source)
-    _require_plain_weights(source)
-    check_target(source, out, force=force)
+    _check_paths(source, out, force)
     model = model_from_config(source)
     plan = plan_model(
         model,
@@ -96,18 +93,29 @@ def convert_directory(
         min_gain=min_gain,
         meta=True,
     )
-    gemms = [decision for decision in plan.converted() if decision.kind != "norm"]
-    if not gemms and not allow_empty:
-        raise ConversionError(_nothing_to_convert(plan, source))
-    _say_if_patched(source)
+    if not allow_empty and not _gemms(plan):
+        raise ConversionError(f"{source}: {nothing_to_convert(plan)}")
     open_tensors(source)  # a missing or corrupt shard is found before anything is copied
     with staging(out, force=force) as work:
         copy_tree(source, work, leave_out=file_names(), progress=progress)
-        scan = scan_weights(model, gemms, recipe, open_tensors(work), progress)
-        _report(scan, len(gemms))
-        write_sidecar(work, plan.to_dict(), BankMeta(), scan.states, scan.fingerprints)
+        result = _add_sidecar(work, out, model, plan, progress)
         if calibrate is not None:
             calibrate(work)
+    return result
+
+
+def _gemms(plan: Plan) -> list[Decision]:
+    return [decision for decision in plan.converted() if decision.kind != "norm"]
+
+
+def _add_sidecar(
+    work: Path, out: Path, model: Module, plan: Plan, progress: Progress | None
+) -> ConvertedDirectory:
+    """Write the sidecar of the plain checkpoint in `work`, with the scales of its weights."""
+    gemms = _gemms(plan)
+    scan = scan_weights(model, gemms, plan.recipe, open_tensors(work), progress)
+    _report(scan, len(gemms))
+    write_sidecar(work, plan.to_dict(), BankMeta(), scan.states, scan.fingerprints)
     scaled = tuple(path for path, _ in scan.states)
     unset = tuple(d.path for d in gemms if (d.path, WEIGHT) not in scan.states)
     return ConvertedDirectory(out=out, plan=plan, scaled=scaled, unset=unset)
@@ -152,33 +160,20 @@ def _require_directory(source: Path) -> None:
     )
 
 
-def _require_plain_weights(source: Path) -> None:
+def _check_paths(source: Path, out: Path, force: bool) -> None:
+    _require_directory(source)
     config = source / "config.json"
     if config.is_file() and "quantization_config" in read_config(config):
         raise ConversionError(
             f"{source}: config.json has a quantization_config, so the weights are quantised "
             "already. FP8 training needs the high-precision checkpoint."
         )
-
-
-def _say_if_patched(source: Path) -> None:
+    check_target(source, out, force=force)
     if has_sidecar(source):
         messages.note(
             f"{source} is patched already: planned anew from its weights. Its own scales and plan "
             "stay where they are, and are not copied."
         )
-
-
-def _nothing_to_convert(plan: Plan, source: Path) -> str:
-    skipped = Counter(d.code for d in plan.decisions if d.kind in GEMM_KINDS)
-    if not skipped:
-        return f"{source}: nothing to convert: the model holds no nn.Linear and no Conv1D."
-    listed = ", ".join(f"{count} {code}" for code, count in sorted(skipped.items()))
-    return (
-        f"{source}: nothing to convert: all {skipped.total()} candidates are skipped ({listed}). "
-        "`fp8patch plan` shows each reason; --include PATTERN overrides most of them; "
-        "--allow-empty goes on without FP8."
-    )
 
 
 def _report(scan: WeightScan, converted: int) -> None:

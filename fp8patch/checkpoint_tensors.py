@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fp8patch.checkpoint_sidecar import fingerprint
 from fp8patch.errors import CheckpointError
+from fp8patch.messages import one_line
 
 __all__ = ["StoredTensors", "open_tensors"]
 
@@ -112,10 +113,9 @@ def _open(path: Path) -> "_SafetensorsFile | _TorchFile":
 
 
 def _corrupt(path: Path, error: BaseException) -> CheckpointError:
-    text = " ".join(str(error).split())[:200] or type(error).__name__
     return CheckpointError(
-        f"{path}: cannot be read, so it is corrupt or cut short ({text}). Copy or download it "
-        "again."
+        f"{path}: cannot be read, so it is corrupt or cut short ({one_line(error)}). Copy or "
+        "download it again."
     )
 
 

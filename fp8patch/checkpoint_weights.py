@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8patch import numerics
+from fp8patch import messages, numerics
 from fp8patch.checkpoint_files import Progress
 from fp8patch.checkpoint_tensors import StoredTensors
 from fp8patch.errors import CheckpointError, ConversionError
@@ -115,9 +115,12 @@ def _stored_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
             for key in keys
         ]
         return {name: key for name, changed_by, key in renamed if changed_by is None}
-    except Exception:
-        # No public interface: it may look otherwise in another version, and does for a model that
-        # is not a transformers one. Then names count as they are.
+    except (ImportError, AttributeError, TypeError) as error:
+        # No public interface, so it may be absent or look otherwise in another version.
+        messages.note(
+            "this version of transformers does not say how it renames stored weights "
+            f"({messages.one_line(error)}): they are looked up under the names they have on disk."
+        )
         return {
             name: key
             for key in keys

@@ -6,10 +6,12 @@ Standard output belongs to the command line, and to the user's own script when w
 import sys
 import threading
 
-__all__ = ["note", "once", "warn"]
+__all__ = ["note", "once", "one_line", "warn"]
 
 _seen: set[str] = set()
 _lock = threading.Lock()
+# Of what another library has to say; some enumerate every key of a model.
+_LONGEST = 300
 
 
 def note(text: str) -> None:
@@ -32,6 +34,13 @@ def once(key: str, text: str) -> None:
             return
         _seen.add(key)
     _write(text)
+
+
+def one_line(error: BaseException) -> str:
+    """What an error of another library says, for a sentence of ours: one line, cut where it is
+    long, without a full stop. Its class name where it says nothing."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text[:_LONGEST] + "…" if len(text) > _LONGEST else text.rstrip(".")
 
 
 def _write(text: str) -> None:

@@ -1,8 +1,5 @@
-"""What save and load write, read, refuse and survive."""
+"""What save and load write and read, and that it is the same model that comes back."""
 
-import errno
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +9,14 @@ import resume_cases as cases
 import safetensors.torch
 import torch
 import transformers
+from saved_cases import Plain, files, state, trained
 from torch import Tensor, nn
 
 import fp8patch
-from fp8patch import checkpoint_sidecar
+from fp8patch import messages
 from fp8patch.checkpoint import SIDECAR, STATE
+from fp8patch.checkpoint_sidecar import BankMeta
 from fp8patch.errors import CheckpointError, HardwareError
-
-
-def trained(architecture: str = "llama", recipe: str = "delayed", steps: int = 2) -> Any:
-    model, optimizer = cases.start(f"{architecture}-{recipe}")
-    cases.train(model, optimizer, 0, steps * cases.ACCUMULATION)
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -41,38 +34,6 @@ def logits(model: Any) -> Tensor:
     model.eval()
     with torch.no_grad(), cases.fp8():
         return model(input_ids=cases.batch(7)).logits  # type: ignore[no-any-return]
-
-
-def state(model: Any) -> dict[str, Any]:
-    return cases.outcome(model, [])  # type: ignore[no-any-return]
-
-
-def files(directory: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(directory).as_posix(): path.read_bytes()
-        for path in sorted(directory.rglob("*"))
-        if path.is_file()
-    }
-
-
-def edit(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    values = json.loads((directory / SIDECAR).read_text())
-    change(values)
-    (directory / SIDECAR).write_text(json.dumps(values))
-
-
-class Plain(nn.Module):
-    """Not of transformers; two of its weights are tied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(32, 16)
-        self.inner = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
-        self.head = nn.Linear(16, 32, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.inner(self.embedding(tokens)))  # type: ignore[no-any-return]
 
 
 # -- what comes back ------------------------------------------------------------------------------
@@ -154,6 +115,34 @@ def test_wrappers_are_looked_through(tmp_path: Path) -> None:
     cases.assert_equal(state(loaded._orig_mod), state(model))
 
 
+def test_every_flag_of_the_bank_comes_back(tmp_path: Path) -> None:
+    flags = BankMeta.flags()
+    assert set(flags) == {"observed", "stepped", "backward_finished", "optimizer_seen"}
+    for turned in flags:
+        model = fp8patch.convert_model(cases.build("llama"))
+        for name in flags:
+            setattr(model._fp8_bank, name, name == turned)
+        fp8patch.save(model, tmp_path)
+        bank = fp8patch.load(tmp_path)._fp8_bank
+        assert {name: getattr(bank, name) for name in flags} == {n: n == turned for n in flags}
+
+
+def test_a_model_converted_in_parts_hears_of_it_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "_seen", set())
+    model = nn.ModuleDict({name: nn.Sequential(nn.Linear(16, 16)) for name in "abc"})
+    fp8patch.convert_model(model["a"])
+    fp8patch.convert_model(model["b"])
+    fp8patch.save(model, tmp_path)
+    fp8patch.save(model, tmp_path)
+    assert capsys.readouterr().err.count("was converted in 2 parts") == 1
+    # Whatever its id: what is to be said of it is something else.
+    fp8patch.convert_model(model["c"])
+    fp8patch.save(model, tmp_path)
+    assert "was converted in 3 parts" in capsys.readouterr().err
+
+
 def test_backend_device_and_dtype(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for backend in ("off", "bf16"):
         assert not hasattr(fp8patch.load(saved, backend=backend), "_fp8_plan")
@@ -226,161 +215,3 @@ def test_extra_state_stays_out_of_save_pretrained(tmp_path: Path) -> None:
         assert not any("_extra_state" in key for key in keys)
     assert any("_extra_state" in key for key in model.state_dict())
     assert any("_extra_state" in key for key in fp8patch.load(tmp_path / "a").state_dict())
-
-
-# -- what does not fit ----------------------------------------------------------------------------
-
-
-def test_other_weights_keep_the_state_of_activations(
-    llama: Any, saved: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = cases.build("llama", seed=9)
-    path = "model.layers.0.mlp.up_proj"
-    weights = llama.state_dict()
-    weights[f"{path}.weight"] = other.get_submodule(path).weight.detach()
-    safetensors.torch.save_file(weights, saved / "model.safetensors", {"format": "pt"})
-    loaded = fp8patch.load(saved)
-    line = capsys.readouterr().err
-    assert f"1 of 14 weights are not those it was saved with ({path}, for one)" in line
-    ours, theirs = state(loaded)["state"], state(llama)["state"]
-    assert set(theirs) - set(ours) == {
-        f"{path}.weight.{n}" for n in ("history", "scale", "amax", "counts")
-    }
-    for key, value in ours.items():
-        assert torch.equal(value, theirs[key])
-
-
-def another(values: dict[str, Any]) -> None:
-    for decision in values["plan"]["decisions"]:
-        decision["path"] = decision["path"].replace("mlp", "ffn")
-
-
-def wider(values: dict[str, Any]) -> None:
-    values["fingerprint"] = {
-        path: text.replace("[32, 32]", "[64, 32]") for path, text in values["fingerprint"].items()
-    }
-
-
-def newer(values: dict[str, Any]) -> None:
-    values["format_version"], values["fp8patch_version"] = 2, "9.0"
-
-
-def unknown_field(values: dict[str, Any]) -> None:
-    values["plan"]["recipe"]["block"] = 128
-
-
-BAD_JSON = {
-    "newer": (newer, r"format 2.*reads formats up to 1\. Upgrade"),
-    "another model": (another, r"another model: it names 'model.layers.0.ffn"),
-    "another shape": (wider, r"another model: .*\[64, 32\], and has \[32, 32\]"),
-    "newer recipe": (unknown_field, "block"),
-    "no format": (lambda values: values.pop("format_version"), "format_version"),
-    "no plan": (lambda values: values.pop("plan"), "'plan' is missing"),
-    "flag": (lambda values: values["bank"].update(observed="yes"), "observed is 'yes'"),
-    "outside": (lambda values: values["state"].update(file="../x"), "not a plain file name"),
-}
-
-
-@pytest.mark.parametrize(("change", "message"), BAD_JSON.values(), ids=BAD_JSON)
-def test_a_bad_sidecar_is_one_clear_line(saved: Path, change: Any, message: str) -> None:
-    edit(saved, change)
-    with pytest.raises(CheckpointError, match=message) as error:
-        fp8patch.load(saved)
-    assert SIDECAR in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_truncated_files(saved: Path) -> None:
-    whole = files(saved)
-    for name in (SIDECAR, STATE):
-        (saved / name).write_bytes(whole[name][: len(whole[name]) // 2])
-        with pytest.raises(CheckpointError, match=f"{name}: corrupt: .*Copy it again"):
-            fp8patch.load(saved)
-        (saved / name).write_bytes(whole[name])
-    (saved / STATE).unlink()
-    with pytest.raises(CheckpointError, match=f"{STATE}: corrupt: the file is missing"):
-        fp8patch.load(saved)
-
-
-@pytest.mark.filterwarnings("default")
-def test_bad_weights(saved: Path) -> None:
-    whole = (saved / "model.safetensors").read_bytes()
-    (saved / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(CheckpointError, match="weights cannot be loaded"):
-        fp8patch.load(saved)
-    (saved / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="weights cannot be loaded"):
-        fp8patch.load(saved)
-    weights = safetensors.torch.load(whole)
-    del weights["model.layers.0.mlp.up_proj.weight"]
-    safetensors.torch.save_file(weights, saved / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"1 missing keys .*up_proj"):
-        fp8patch.load(saved)
-
-
-def test_no_directory_and_no_sidecar(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no such directory"):
-        fp8patch.load(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match=r"convert that with fp8patch\.convert_model"):
-        fp8patch.load(tmp_path)
-
-
-def test_another_class_of_model(saved: Path) -> None:
-    with pytest.raises(CheckpointError):
-        fp8patch.load(saved, model=Plain())
-
-
-def test_another_recipe_starts_anew(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = fp8patch.convert_model(cases.build("llama"), "current")
-    fp8patch.load(saved, model=model)
-    assert "saved with scaling='delayed'" in capsys.readouterr().err
-    assert fp8patch.metrics(model) == {}
-
-
-# -- a full disk ----------------------------------------------------------------------------------
-
-
-def test_a_full_disk_leaves_the_old_files(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, write = files(saved), checkpoint_sidecar._write_bytes
-    model = trained(steps=3)
-
-    def full(path: Path, data: bytes) -> None:
-        if SIDECAR in path.name:
-            write(path, data[:100])
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(path, data)
-
-    monkeypatch.setattr(checkpoint_sidecar, "_write_bytes", full)
-    with pytest.raises(CheckpointError, match=r"No space left.*untouched\. Free some space"):
-        fp8patch.save(model, saved)
-    assert files(saved) == before
-    with pytest.raises(CheckpointError, match="No space left"):
-        fp8patch.save(model, saved.parent / "new")
-    assert not (saved.parent / "new").exists()
-    # save_pretrained has written the weights by then; the sidecar stays whole.
-    with pytest.raises(CheckpointError, match="No space left"):
-        model.save_pretrained(saved)
-    after = files(saved)
-    assert set(after) == set(before)
-    assert {n: after[n] for n in (SIDECAR, STATE)} == {n: before[n] for n in (SIDECAR, STATE)}
-
-
-def test_a_full_disk_while_weights_are_written(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
-
-    before = files(saved)
-    monkeypatch.setattr(safetensors.torch, "save_model", full)
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        fp8patch.save(fp8patch.convert_model(Plain()), saved)
-    assert files(saved) == before
-
-
-def test_what_a_killed_save_left_is_swept(saved: Path, llama: Any) -> None:
-    left = saved / ".fp8patch-save.4194305"  # beyond the largest pid
-    left.mkdir()
-    (left / "model.safetensors").write_text("half")
-    fp8patch.save(llama, saved)
-    assert not left.exists()
