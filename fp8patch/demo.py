@@ -20,9 +20,7 @@ from fp8patch.modules.base import Float8Module
 from fp8patch.numerics import SEEN
 from fp8patch.slots import GRAD_OUTPUT, ROLES
 
-__all__ = ["STEPS", "Check", "DemoResult", "Slot", "run"]
-
-STEPS = 200
+__all__ = ["Check", "DemoResult", "Slot", "run"]
 
 # The bars of the checks; final losses are 0.01 where chance is 4.16.
 _FAR_BELOW_CHANCE = 0.1
@@ -97,7 +95,7 @@ class DemoResult:
 
 def run(
     *,
-    steps: int = STEPS,
+    steps: int,
     seed: int = 0,
     keep: str | Path | None = None,
     progress: Progress | None = None,

@@ -188,10 +188,6 @@ def test_a_bad_loss_is_found(loss: float) -> None:
 # -- the command ----------------------------------------------------------------------------------
 
 
-def test_the_commands_default_is_the_demos() -> None:
-    assert command._STEPS == demo.STEPS
-
-
 def test_keep_refuses_before_it_trains(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("precious")
     result = invoke("--keep", tmp_path)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["demo", "show"]
 
-# As in fp8patch.demo, which imports torch.
+# Enough for either precision to learn the task.
 _STEPS = 200
 
 
