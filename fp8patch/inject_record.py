@@ -140,6 +140,8 @@ class Record:
                 seen[1] = 1 if self._owns(optimizer) else -1
             if seen[1] != 1:
                 return
+        if self.coverage.watching and self.coverage.totals()["calls"]:
+            self.coverage.close()
         seen[0] += 1
         if seen[0] <= self.steps:
             return
@@ -148,8 +150,6 @@ class Record:
         if self._new_losses:
             self._unread.append((self.steps, self._new_losses))
             self._new_losses = []
-        if self.coverage.watching and self.coverage.totals()["calls"]:
-            self.coverage.close()
         self._after_step()
 
     def _owns(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -27,6 +27,8 @@ class Facts(Protocol):
 
     def banks(self) -> list[Any]: ...
 
+    def late(self) -> dict[str, list[str]]: ...
+
 
 def say_start(run: "Facts", model: "Model") -> None:
     """What happens to one model, in a line or two."""
@@ -98,6 +100,7 @@ def say_summary(run: "Facts") -> None:
     messages.note(f"summary: {_count(values['steps'], 'optimizer step')}{pace}{peak}.")
     if run.execution in ("fp8", "emulate"):
         _say_fp8(values)
+        _say_late(run.late())
     overhead = values["overhead"]
     each = overhead["seconds_a_step"]
     part = f" ({each / median:.2%} of a step)" if each is not None and median else ""
@@ -119,14 +122,26 @@ def _say_fp8(values: dict[str, Any]) -> None:
         )
     idle = cover["never_ran"]
     if idle:
-        shown = ", ".join(idle[:4]) + (f" and {len(idle) - 4} more" if len(idle) > 4 else "")
-        messages.note(f"converted and never run: {shown}.")
+        messages.note(f"converted and never run: {_few(idle)}.")
     parts = [
         f"{role} {_ratio(r['saturated'])} saturated, {_ratio(r['non_finite'])} not finite"
         for role, r in values["ratios"].items()
     ]
     if parts:
         messages.note(f"of the values cast: {'; '.join(parts)}.")
+
+
+def _say_late(late: dict[str, list[str]]) -> None:
+    for name, paths in late.items():
+        one = len(paths) == 1
+        messages.warn(
+            f"{_count(len(paths), 'Linear')} came into {name} after its conversion and "
+            f"{'is' if one else 'are'} not in FP8: {_few(paths)}."
+        )
+
+
+def _few(paths: list[str]) -> str:
+    return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
 
 
 def check_lines(run: "Facts") -> None:
@@ -166,6 +181,7 @@ def report(run: "Facts", state: str) -> dict[str, Any]:
         "peak_memory_bytes": memory,
         "peak_memory_kind": what,
         "coverage": run.record.coverage.totals(),
+        "late": sorted({path for paths in run.late().values() for path in paths}),
         "ratios": ratios(run.banks()),
         "overhead": {
             "conversion_seconds": run.conversion_seconds,

@@ -110,7 +110,9 @@ class Run:
 
         if self.models and not self._said and rank() == 0:
             self._said = True
-            inject_report.say_summary(self)
+            # A first forward that raised has said why, and nothing is to hide that.
+            if self.record.steps or not inject_compat.crashed:
+                inject_report.say_summary(self)
             inject_report.write_report(self, "failed" if inject_compat.crashed else "finished")
             if self.options.check and self.record.steps < _CHECK_STEPS:
                 messages.warn(f"--check: the script ended after {self.record.steps} steps.")
@@ -129,6 +131,16 @@ class Run:
     def banks(self) -> list[Any]:
         """The banks of all converted models; they outlive their models."""
         return self._banks
+
+    def late(self) -> dict[str, list[str]]:
+        """{model: paths of the Linears that were put into it after its conversion}."""
+        found: dict[str, list[str]] = {}
+        for model in self.models if self._banks else ():
+            inner = model.inner()
+            paths = [] if inner is None else unconverted(inner, self._decided)
+            if paths:
+                found[model.name] = paths
+        return found
 
     # -- steps --------------------------------------------------------------------------------
 

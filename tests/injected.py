@@ -62,6 +62,42 @@ def plain(name: str) -> str:
     return name.removeprefix("module.").removeprefix("_orig_mod.")
 
 
+def train(
+    *words: object, cwd: Path, env: dict[str, str] | None = None, code: int | None = 0
+) -> "subprocess.CompletedProcess[str]":
+    """`fp8patch train WORDS` as a user starts it, in `cwd`; it must end with `code`."""
+    return python("-m", "fp8patch", "train", *words, cwd=cwd, env=env, code=code)
+
+
+def python(
+    *words: object, cwd: Path, env: dict[str, str] | None = None, code: int | None = 0
+) -> "subprocess.CompletedProcess[str]":
+    """`python WORDS`, in an environment that holds nothing of ours but the package."""
+    ours = ("FP8PATCH_TRAIN", "FP8PATCH_DEBUG", "ACCELERATE_MIXED_PRECISION")
+    variables = {name: value for name, value in os.environ.items() if name not in ours}
+    variables |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(BOOTSTRAP.parent.parent), **(env or {})}
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=cwd,
+        env=variables,
+    )
+    if code is not None:
+        assert done.returncode == code, done.stderr
+    return done
+
+
+def stdlib_text(directory: Path) -> Path:
+    """A file of 466 kB of ASCII that every Python has; runs read a part of it, and only once."""
+    from pydoc_data.topics import topics
+
+    path = directory / "text.txt"
+    path.write_bytes("\n".join(topics[key] for key in sorted(topics)).encode("ascii", "replace"))
+    return path
+
+
 @dataclass
 class Child:
     code: int

@@ -83,7 +83,7 @@ def test_plain_loop(
     assert torch.tensor(fp8["losses"]) == pytest.approx(torch.tensor(bare["losses"]), rel=0.1)
     # What was saved is the stock model's.
     stock = type(bare["model"])()
-    stock.load_state_dict(torch.load(tmp_path / "m.pt"), strict=True)
+    stock.load_state_dict(torch.load(tmp_path / "m.pt")["model"], strict=True)
     said = capsys.readouterr().err
     assert "GPT: 8 of 9 Linears in FP8" in said
     assert "lm_head (tied_head" in said

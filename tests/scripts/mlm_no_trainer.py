@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -15,10 +16,13 @@ parser.add_argument("--max_train_steps", type=int, default=4)
 parser.add_argument("--checkpointing_steps", type=int)
 parser.add_argument("--resume_from_checkpoint")
 parser.add_argument("--mixed_precision")
+parser.add_argument("--text")
+parser.add_argument("--learning_rate", type=float, default=1e-3)
+parser.add_argument("--seed", type=int, default=0)
 args = parser.parse_args()
 
 accelerator = Accelerator(mixed_precision=args.mixed_precision)
-torch.manual_seed(0)
+torch.manual_seed(args.seed)
 if args.model:
     model = BertForMaskedLM.from_pretrained(args.model)
 else:
@@ -38,8 +42,18 @@ else:
 model.resize_token_embeddings(144)
 start = {name: p.detach().clone() for name, p in model.named_parameters()}
 
-ids = torch.randint(5, 128, (64, 16), generator=torch.Generator().manual_seed(1))
-examples = [{"input_ids": x, "labels": torch.where(x % 7 == 0, x, -100)} for x in ids]
+generator = torch.Generator().manual_seed(1 + args.seed)
+if args.text:
+    text = torch.tensor(list(Path(args.text).read_bytes()))
+    ids = text[: len(text) // 32 * 32].view(-1, 32)
+    ids = ids[torch.randperm(len(ids), generator=generator)]
+    hidden = torch.rand(ids.shape, generator=generator) < 0.15
+    # Any id that text does not have will do for [MASK].
+    pairs = zip(ids.masked_fill(hidden, 1), ids.masked_fill(~hidden, -100), strict=True)
+    examples = [{"input_ids": x, "labels": y} for x, y in pairs]
+else:
+    ids = torch.randint(5, 128, (64, 16), generator=generator)
+    examples = [{"input_ids": x, "labels": torch.where(x % 7 == 0, x, -100)} for x in ids]
 train = DataLoader(examples, batch_size=8)
 evaluate = DataLoader(examples[:20], batch_size=8)
 
@@ -54,8 +68,10 @@ groups = [
         "weight_decay": 0.0,
     },
 ]
-optimizer = torch.optim.AdamW(groups, lr=1e-3)
-scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=100)
+optimizer = torch.optim.AdamW(groups, lr=args.learning_rate)
+scheduler = get_scheduler(
+    "linear", optimizer, num_warmup_steps=0, num_training_steps=max(100, args.max_train_steps)
+)
 model, optimizer, train, evaluate, scheduler = accelerator.prepare(
     model, optimizer, train, evaluate, scheduler
 )
@@ -67,7 +83,9 @@ if args.resume_from_checkpoint:
 losses = []
 model.train()
 for step, batch in enumerate(train):
-    if step < done or step >= args.max_train_steps:
+    if step >= args.max_train_steps:
+        break
+    if step < done:
         continue
     with accelerator.accumulate(model):
         loss = model(**batch).loss
@@ -86,4 +104,5 @@ for batch in evaluate:
         evaluations.append(accelerator.gather(model(**batch).loss).item())
 accelerator.wait_for_everyone()
 accelerator.unwrap_model(model).save_pretrained(args.output_dir)
+torch.save(losses + evaluations, os.path.join(args.output_dir, "losses.pt"))
 print(f"loss {losses[-1]:.4f}, evaluation {sum(evaluations) / len(evaluations):.4f}")

@@ -4,6 +4,7 @@
 """
 
 import argparse
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,10 @@ parser.add_argument("--steps", type=int, default=4)
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--autocast", action="store_true")
 parser.add_argument("--save")
+parser.add_argument("--resume")
+parser.add_argument("--text")
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--compile")
 args = parser.parse_args()
 
 VOCAB, WIDTH, LENGTH = 96, 32, 16
@@ -72,13 +77,26 @@ def loss_of(ids: Tensor) -> Tensor:
     return F.cross_entropy(call(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-torch.manual_seed(0)
+torch.manual_seed(args.seed)
 model = GPT()
+if args.resume:
+    model.load_state_dict(torch.load(args.resume)["model"], strict=True)
 start = {name: p.detach().clone() for name, p in model.named_parameters()}
 decay = [p for p in model.parameters() if p.dim() > 1]
 rest = [p for p in model.parameters() if p.dim() == 1]
 optimizer = torch.optim.AdamW([{"params": decay}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
-data = torch.randint(0, VOCAB, (64, LENGTH), generator=torch.Generator().manual_seed(1))
+generator = torch.Generator().manual_seed(1 + args.seed)
+data = torch.randint(0, VOCAB, (64, LENGTH), generator=generator)
+if args.text:  # printable ASCII, and everything else as a space
+    text = torch.tensor(list(Path(args.text).read_bytes()))
+    text = torch.where((text < 32) | (text > 127), 0, text - 32)
+    data = text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)
+    data = data[torch.randperm(len(data), generator=generator)]
+if args.resume:
+    optimizer.load_state_dict(torch.load(args.resume)["optimizer"])
+raw_model = model
+if args.compile:
+    model = torch.compile(model, backend=args.compile)
 
 losses, evaluations = [], []
 for step in range(args.steps):
@@ -88,12 +106,13 @@ for step in range(args.steps):
             evaluations.append(loss_of(data[:8]).item())
         model.train()
     for micro in range(args.accumulate):
-        at = 8 * ((step * args.accumulate + micro) % 8)
+        at = 8 * ((step * args.accumulate + micro) % (len(data) // 8))
         loss = loss_of(data[at : at + 8])
         (loss / args.accumulate).backward()
         losses.append(loss.item())
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 if args.save:
-    torch.save(model.state_dict(), args.save)
+    checkpoint = {"model": raw_model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(checkpoint | {"losses": losses}, args.save)
 print(f"loss {losses[-1]:.4f}")

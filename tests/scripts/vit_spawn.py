@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=3)
 parser.add_argument("--processes", type=int, default=2)
+parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+parser.add_argument("--save")
 
 
 class Block(nn.Module):
@@ -52,27 +54,41 @@ def digest(model: nn.Module) -> str:
     return hashed.hexdigest()[:16]
 
 
-def work(rank: int, args: argparse.Namespace, port: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=args.processes)
-    torch.manual_seed(0)
+def train(rank: int, args: argparse.Namespace, seed: int) -> None:
+    torch.manual_seed(seed)
+    # What a class looks like, the same for all seeds; each image is mostly noise, and a new one.
+    classes = torch.randn(10, 3, 16, 16, generator=torch.Generator().manual_seed(99))
     model = DistributedDataParallel(ViT())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    generator = torch.Generator().manual_seed(rank)
+    start = {name: value.clone() for name, value in model.module.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    losses = []
     for _ in range(args.steps):
-        images = torch.randn(4, 3, 16, 16, generator=generator) * (1 + rank)
-        labels = torch.randint(0, 10, (4,), generator=generator)
+        labels = torch.randint(0, 10, (8,), generator=generator)
+        noise = torch.randn(8, 3, 16, 16, generator=generator)
+        images = 0.2 * classes[labels] + noise * (1 + rank)
         with torch.autocast("cpu", torch.bfloat16):
             loss = nn.functional.cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        losses.append(loss.item())
     if rank == 0:  # the others go on
         model.module.eval()
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             model.module(torch.randn(2, 3, 16, 16))
-    dist.barrier()
+        if args.save:
+            saved = {"start": start, "model": model.module.state_dict(), "losses": losses}
+            torch.save(saved, f"{args.save}/{seed}.pt")
     print(f"rank {rank}: {digest(model)}", flush=True)
+
+
+def work(rank: int, args: argparse.Namespace, port: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=args.processes)
+    for seed in args.seeds:
+        train(rank, args, seed)
+    dist.barrier()
     dist.destroy_process_group()
 
 
