@@ -225,6 +225,18 @@ def test_patterns_reach_the_plan(llama: Path) -> None:
     assert lines["model.layers.*.self_attn.q_proj"].split()[-1] == "not_selected"
 
 
+def test_a_norm_is_not_said_to_run_in_fp8(tmp_path: Path) -> None:
+    values = transformers.GPT2Config(n_layer=2, architectures=["GPT2LMHeadModel"]).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    lines = {
+        line.split()[0]: line.split()[-1]
+        for line in run("plan", tmp_path, "--min-gain", "0").stdout.splitlines()
+        if "%" in line
+    }
+    assert lines["transformer.h.*.ln_1"] == lines["transformer.ln_f"] == "norm"
+    assert lines["transformer.h.*.mlp.c_fc"] == "FP8"
+
+
 @pytest.mark.parametrize(
     ("args", "text"),
     [

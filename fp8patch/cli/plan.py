@@ -157,7 +157,9 @@ def _shape(decision: "Decision") -> str:
 def _decision(decision: "Decision") -> str:
     if decision.action == "skip":
         return f"[yellow]{decision.code}[/]"
-    return "[green]FP8[/]" if decision.code == "ok" else f"[green]FP8[/] {decision.code}"
+    # A norm keeps its arithmetic; it is converted for the output that it makes.
+    what = "norm" if decision.kind == "norm" else "FP8"
+    return f"[green]{what}[/]" if decision.code == "ok" else f"[green]{what}[/] {decision.code}"
 
 
 def _reasons(plan: "Plan") -> list[tuple[str, str, int]]:
