@@ -11,6 +11,7 @@ import transformers
 from fp8patch import checkpoint_skeleton
 from fp8patch.checkpoint_skeleton import model_from_config
 from fp8patch.errors import CheckpointError, PlanError
+from fp8patch.plan import plan_model
 
 
 def write(path: Path, **changes: Any) -> Path:
@@ -36,6 +37,20 @@ def test_directory_and_file_give_the_named_class_on_meta(tmp_path: Path) -> None
 def test_weights_are_tied_as_in_the_model(tmp_path: Path) -> None:
     model = model_from_config(write(tmp_path, tie_word_embeddings=True))
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("dtype", "built"),
+    [("float64", torch.float64), ("bfloat16", torch.float32), ("remove", torch.float32)],
+)
+def test_fp64_is_the_one_dtype_that_the_plan_must_know(
+    tmp_path: Path, dtype: str, built: torch.dtype
+) -> None:
+    model = model_from_config(write(tmp_path, dtype=dtype))
+    assert {p.dtype for p in model.parameters()} == {built}
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    codes = set(plan_model(model, meta=True).summary()["codes"])
+    assert codes == {"dtype", "unsupported"} if dtype == "float64" else "ok" in codes
 
 
 @pytest.mark.parametrize("architectures", ["remove", None, [], ["MyOwnLlama"]])

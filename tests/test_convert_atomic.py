@@ -1,5 +1,6 @@
 """`fp8patch convert` writes a directory that is whole or not there: existing, killed, disk full."""
 
+import errno
 import os
 import resource
 import signal
@@ -174,7 +175,30 @@ def test_a_kill_between_the_two_renames_is_undone(llama: Path, tmp_path: Path) -
     assert left_behind(tmp_path) == []
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(llama: Path, tmp_path: Path) -> None:
+def _full(*args: object) -> bool:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("where", ["checkpoint_files._reflink", "checkpoint_sidecar._write_bytes"])
+@pytest.mark.parametrize("force", [False, True])
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, force: bool
+) -> None:
+    """While weights are copied, and while the sidecar is written."""
+    if force:
+        convert_directory(llama, tmp_path / "out")
+    before = digests(tmp_path)
+    monkeypatch.setattr(f"fp8patch.{where}", _full)
+    result = run("convert", llama, "-o", tmp_path / "out", *["--force"] * force)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "the disk is full. Free some space" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert digests(tmp_path) == before
+    assert (tmp_path / "out").exists() is force
+    assert left_behind(tmp_path) == []
+
+
+def test_a_disk_that_is_really_full(llama: Path, tmp_path: Path) -> None:
     script = 'mount -t tmpfs -o size=200k tmpfs "$1" && "$2" -m fp8patch convert "$0" -o "$1/out"'
     script += '; code=$?; ls -A "$1"; exit $code'
     disk = tmp_path / "disk"

@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 import torch
 from directories import as_torch_file, edit_weights, run, write
+from torch import nn
+
+from fp8patch.convert import convert_model
+from fp8patch.errors import ConversionError
 
 FIRST = "model.layers.0.mlp.up_proj.weight"
 
@@ -142,3 +146,13 @@ def test_nothing_to_convert_may_be_allowed(tmp_path: Path) -> None:
     result = run("convert", source, "-o", tmp_path / "out", "--skip", "*", "--allow-empty")
     assert result.exit_code == 0
     assert "0 of 15 GEMM modules" in result.stdout
+
+
+def test_nothing_to_convert_is_said_alike_of_a_live_model() -> None:
+    """Norms are no GEMMs, so they are not counted; either spelling of the remedy is given."""
+    with pytest.raises(ConversionError, match=r"holds no nn\.Linear.*allow_empty=True"):
+        convert_model(nn.Sequential(nn.LayerNorm(32), nn.ReLU()))
+    model = nn.Sequential(nn.Linear(32, 24), nn.LayerNorm(24), nn.LayerNorm(24).double())
+    with pytest.raises(ConversionError, match=r"all 1 candidates are skipped \(1 misaligned\)"):
+        convert_model(model, skip=["1"])
+    assert convert_model(model, allow_empty=True) is model

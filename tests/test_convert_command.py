@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from directories import as_torch_file, digests, edit_weights, left_behind, run, write
+from transformers import conversion_mapping
 from zoo import ENTRIES
 
 import fp8patch
@@ -113,6 +114,45 @@ def test_a_tensor_in_pieces_is_the_tensor(
     for source in (llama, tmp_path / "bin"):
         convert_directory(source, tmp_path / "pieces", force=True)
         assert_same_states(weight_states(tmp_path / "pieces"), weight_states(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("error", [AttributeError("no such function"), TypeError("4 arguments")])
+def test_without_transformers_table_of_names_they_count_as_they_are_and_that_is_said(
+    llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    error: Exception,
+) -> None:
+    convert_directory(llama, tmp_path / "one")
+    assert "renames" not in capfd.readouterr().err
+
+    def raising(model: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", raising)
+    convert_directory(llama, tmp_path / "two")
+    assert f"how it renames stored weights ({error})" in capfd.readouterr().err
+    assert_same_states(weight_states(tmp_path / "two"), weight_states(tmp_path / "one"))
+
+
+def test_a_fault_in_the_table_of_names_is_not_hidden(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raising(model: Any) -> None:
+        raise ValueError("a fault")
+
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", raising)
+    with pytest.raises(ValueError, match="a fault"):
+        convert_directory(llama, tmp_path / "out")
+
+
+def test_fp64_weights_are_left_alone(tmp_path: Path) -> None:
+    ENTRIES["llama"].build().double().save_pretrained(tmp_path / "model")
+    result = run("convert", tmp_path / "model", "-o", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "model: nothing to convert: all 15 candidates are skipped (15 dtype)" in result.stderr
+    assert "--include" in result.stderr
 
 
 def test_bfloat16_weights(tmp_path: Path) -> None:
