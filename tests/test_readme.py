@@ -72,6 +72,25 @@ def test_the_commands_run(my_model: Path) -> None:
     assert shown == [printed["convert"]]
 
 
+def test_the_plan_shown_is_that_of_the_command_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Llama-3-8B in the place of `my-model`; rows are left out, and none is made up."""
+    config = transformers.LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path / "my-model")
+    monkeypatch.chdir(tmp_path)
+    (line,) = (line for line in shell_lines() if line.startswith("fp8patch plan "))
+    result = CliRunner().invoke(cli.app, shlex.split(line)[1:])
+    printed = iter([row.rstrip() for row in result.stdout.splitlines()])
+    (shown,) = (body for body in blocks("text") if "Gain predicted for" in body)
+    for row in shown.splitlines():
+        # Consumes `printed`: in the order in which they come out.
+        assert row in printed, f"`{line}` does not print, or not there: {row}"
+
+
 def test_the_set_up_commands_are_there() -> None:
     """`.ci/run` takes the second from here, word for word."""
     lines = shell_lines()
