@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -60,6 +61,11 @@ class autocast:
         calibrating: bool = False,
         amax_reduction_group: Any = None,
     ) -> None:
+        if not isinstance(enabled, bool):
+            raise TypeError(
+                f"autocast(enabled={enabled!r}): True or False, please. The backend is a keyword: "
+                f"autocast(backend={enabled!r})."
+            )
         self._enabled = enabled
         self._calibrating = calibrating
         self._group = amax_reduction_group
@@ -139,6 +145,12 @@ class autocast:
                     bank.update(inside.group)
 
     def __call__(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise TypeError(
+                f"autocast can't decorate {function.__qualname__}: it is a generator or coroutine "
+                "function, whose body runs after the block has ended. Write `with` inside it."
+            )
+
         @functools.wraps(function)
         def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             with self:

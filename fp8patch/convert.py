@@ -52,6 +52,11 @@ def convert_model(
         PlanError: A pattern matches nothing.
         RecipeError: The recipe can't be loaded.
     """
+    if not isinstance(model, nn.Module):
+        raise ConversionError(
+            f"convert_model takes a torch.nn.Module, not {type(model).__name__} ({model!r:.60}). "
+            "Load the model first; `fp8patch convert` works on a directory."
+        )
     refuse_unsupported(model)
     if isinstance(plan, Plan):
         if only or skip or include:
@@ -83,7 +88,18 @@ def convert_model(
 
 
 def revert_model(model: _Model) -> _Model:
-    """Undo `convert_model`: every module is its stock class again, with the weights as they are."""
+    """Undo `convert_model`: every module is its stock class again, with the weights as they are.
+
+    Raises:
+        ConversionError: Something else has changed the class of a converted module since.
+    """
+    for path, module in model.named_modules():
+        base = getattr(type(module), "_fp8_base", None)
+        if base is not None and type(module) is not float8_class(base):
+            raise ConversionError(
+                f"{path or 'the model'} is a {type(module).__name__}: its class was changed after "
+                "conversion (parametrized, or sharded). Undo that first, then revert."
+            )
     for module in model.modules():
         unwatch_root(module)
         base = getattr(type(module), "_fp8_base", None)

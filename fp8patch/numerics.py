@@ -40,8 +40,8 @@ FLUSHES_TO: dict[torch.dtype, float] = {E4M3: 2.0**-10, E5M2: 2.0**-17}
 FP32_MAX = torch.finfo(torch.float32).max
 
 # Floor of a live amax, so that an all-zero tensor has a finite scale whose reciprocal is a normal
-# FP32 number too: 57344 / 2^-60 = 6.6e22.
-AMAX_FLOOR = 2.0**-60
+# FP32 number too: 57344 / 2^-108 = 1.9e37, and its reciprocal 5e-38.
+AMAX_FLOOR = 2.0**-108
 
 # Columns of the counters that `counts` returns and a slot holds.
 SATURATED, FLUSHED, NON_FINITE, SEEN = range(4)

@@ -31,7 +31,7 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: A
         return
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for bank in list(_banks):
-        bank.optimizer_stepped(owned)
+        bank.optimizer_stepped(optimizer, owned)
 
 
 class Bank:
@@ -161,11 +161,12 @@ class Bank:
     def members(self) -> Iterator[Any]:
         """The modules that were bound and still exist."""
         for path, reference in list(self._members.items()):
-            module = reference()
-            if module is None:
-                del self._members[path]
-            else:
+            module: Any = reference()
+            # A part of the model that was reverted has left the bank.
+            if getattr(module, "_fp8_bank", None) is self:
                 yield module
+            else:
+                del self._members[path]
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -238,6 +239,13 @@ class Bank:
             module._fp8_weight_state.replaced = False
             self._hand_out(module, slots)
 
+    def forget(self, path: str) -> None:
+        """Every slot of the module at `path` is as new: its next casts use the live amax."""
+        for role in range(len(ROLES)):
+            owner = self.siblings.get(path, path) if role == INPUT else path
+            self.write(owner, role, NEVER_SET)
+        self.weights_seen.discard(path)
+
     def settle(self) -> None:
         """Act on the first step if it is over: the next update would, a save can't wait for it."""
         if self.observation is not None and self.due:
@@ -245,12 +253,12 @@ class Bank:
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def optimizer_stepped(self, owned: set[int]) -> None:
-        """An optimizer that holds the parameters with the ids `owned` has stepped."""
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer, owned: set[int]) -> None:
+        """`optimizer`, which holds the parameters with the ids `owned`, has stepped."""
         ours = False
         for module in self.members():
             if id(module.weight) in owned:
-                module._fp8_weight_state.took_step(module.weight)
+                module._fp8_weight_state.took_step(module.weight, optimizer)
                 ours = True
         if not ours:
             ours = any(id(p) in owned for part in list(self._parts) for p in part.parameters())

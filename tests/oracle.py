@@ -114,10 +114,10 @@ def amax(x: np.ndarray) -> np.float32:
 
 
 def live_scale(live: Any, limit: float) -> np.ndarray:
-    """limit / amax with amax at least 2^-60; 1 where amax is not finite."""
+    """limit / amax with amax at least 2^-108; 1 where amax is not finite."""
     live = np.asarray(live, np.float32)
     with np.errstate(all="ignore"):
-        scale = np.float32(limit) / np.maximum(live, np.float32(2.0**-60))
+        scale = np.float32(limit) / np.maximum(live, np.float32(2.0**-108))
     return np.where(np.isfinite(live), scale, np.float32(1)).astype(np.float32)
 
 

@@ -52,6 +52,7 @@ class Float8Module(nn.Module):
     """
 
     _fp8_base: ClassVar[type[nn.Module]]
+    _fp8_registered: ClassVar[type[nn.Module]]
     _fp8_in_out: ClassVar[bool] = False
     weight: Any
     bias: Any
@@ -100,8 +101,7 @@ class Float8Module(nn.Module):
         return {**self.__dict__, **fresh_runtime()}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # By base class: a class made for an allowlisted base has no importable name.
-        return rebuild, (self._fp8_base,), self.__getstate__()
+        return rebuild, (self._fp8_registered, self._fp8_base), self.__getstate__()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -112,10 +112,22 @@ class Float8Module(nn.Module):
         self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         packed = state_dict.pop(prefix + _EXTRA, None)
+        if _is_another(self.weight, state_dict.get(prefix + "weight")):
+            # What was measured on another model says nothing about this one. (The same weights
+            # loaded again, after a sidecar was restored, leave its scales alone.)
+            self._fp8_bank.forget(self._fp8_path)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        self.outdate_weight(replaced=True)
+        self.outdate_weight()
         if packed is not None:
             unpack_state(self, packed)
+
+
+def _is_another(weight: Tensor, loaded: Any) -> bool:
+    if not isinstance(loaded, Tensor) or loaded.shape != weight.shape or weight.is_meta:
+        return isinstance(loaded, Tensor)
+    if type(weight) not in (nn.Parameter, Tensor) or type(loaded) not in (nn.Parameter, Tensor):
+        return True  # In pieces (DTensor): not worth gathering to compare.
+    return not torch.equal(weight.detach(), loaded.detach().to(weight.device, weight.dtype))
 
 
 def attach(module: Any, bank: Bank, path: str, extra_state: bool = False) -> None:
@@ -139,8 +151,13 @@ def fresh_runtime() -> dict[str, Any]:
     }
 
 
-def rebuild(base: type[nn.Module]) -> nn.Module:
-    """An empty converted module over the stock class `base`, for unpickling and deep copies."""
+def rebuild(registered: type[nn.Module], base: type[nn.Module]) -> nn.Module:
+    """An empty converted module over the stock class `base`, for unpickling and deep copies.
+
+    By base class, because a class made for an allowlisted base has no importable name. `registered`
+    is the class that it was made like: in a new process, finding it by name is what registers it.
+    """
+    assert registered in _REGISTERED.values()
     module: nn.Module = base.__new__(base)
     module.__class__ = float8_class(base)
     return module
@@ -151,7 +168,7 @@ _REGISTERED: dict[type[nn.Module], type[nn.Module]] = {}
 
 def register(cls: type[Any]) -> type[Any]:
     """Class decorator: `cls` is what its `_fp8_base` converts to."""
-    _REGISTERED[cls._fp8_base] = cls
+    _REGISTERED[cls._fp8_base] = cls._fp8_registered = cls
     return cls
 
 
@@ -164,7 +181,8 @@ def float8_class(base: type[nn.Module]) -> type[nn.Module]:
     if base not in _REGISTERED:
         mixin = next(cls for known, cls in _REGISTERED.items() if issubclass(base, known))
         front = mixin.__bases__[0]
-        _REGISTERED[base] = type(f"Float8{base.__name__}", (front, base), {"_fp8_base": base})
+        names = {"_fp8_base": base, "_fp8_registered": mixin}
+        _REGISTERED[base] = type(f"Float8{base.__name__}", (front, base), names)
     return _REGISTERED[base]
 
 
@@ -265,7 +283,7 @@ def find_obstacle(
         return "stock"
     in_features, out_features = _features(module)
     elsewhere = device == "meta" or input.device != weight.device
-    if elsewhere or input.shape[-1] != in_features:
+    if elsewhere or input.shape[-1] != in_features or not in_features * out_features:
         return "stock"
     if not torch.is_autocast_enabled(device) and input.dtype != weight.dtype:
         return "stock"

@@ -6,7 +6,7 @@ writing the autocast dtype: they would round to it, or to FP8, anyway. Where the
 residual stream (post-LN: BERT) it stays FP32, unless the recipe says `norm_output: bf16`.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ class Float8LayerNorm(nn.LayerNorm):
     """`nn.LayerNorm` with FP32 statistics and, where that loses nothing, a narrow output."""
 
     _fp8_base = nn.LayerNorm
+    _fp8_registered: ClassVar[type[nn.Module]]
     _fp8_bank: Bank
     _fp8_path: str
     # None until the bank knows this norm.
@@ -61,4 +62,4 @@ class Float8LayerNorm(nn.LayerNorm):
         return {**self.__dict__, "_fp8_narrow": None}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuild, (self._fp8_base,), self.__getstate__()
+        return rebuild, (self._fp8_registered, self._fp8_base), self.__getstate__()

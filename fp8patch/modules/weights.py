@@ -28,7 +28,7 @@ class WeightState:
         tensor, address: What was quantised last, and where it lay.
         version: Its version counter then, or after the optimizer's last step.
         entry: The outermost entry at which that was.
-        owned: An optimizer that is known steps it, and says so.
+        owner: The optimizer that steps it, and says so.
         outdated: It has changed since it was quantised.
         unseen: The slot has not observed it as it is now.
         replaced: It is another weight altogether, and the slot's scale says nothing about it.
@@ -40,7 +40,7 @@ class WeightState:
     address: int = 0
     version: int = 0
     entry: int = -1
-    owned: bool = False
+    owner: weakref.ref[torch.optim.Optimizer] | None = None
     outdated: bool = True
     unseen: bool = True
     replaced: bool = False
@@ -55,17 +55,23 @@ class WeightState:
 
     def written(self, weight: Tensor) -> bool:
         """Was it written in place, by something else than the optimizer?"""
-        return self.tensor is not None and self.version != weight._version
+        return self.tensor is not None and self.version != version(weight)
 
-    def took_step(self, weight: Tensor) -> None:
+    def took_step(self, weight: Tensor, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer that owns `weight` has just stepped."""
-        self.owned = self.outdated = self.unseen = True
-        self.version = weight._version
+        self.owner = weakref.ref(optimizer)
+        self.outdated = self.unseen = True
+        self.version = version(weight)
 
     def change(self, replaced: bool = False) -> None:
         """The weight is not what was quantised any more."""
         self.outdated = self.unseen = True
         self.replaced = self.replaced or replaced
+
+
+def version(weight: Tensor) -> int:
+    """Its version counter; a tensor made under inference_mode has none."""
+    return 0 if weight.is_inference() else weight._version
 
 
 def prepare(module: Any, observe: bool, calibrating: bool = False) -> None:
@@ -94,7 +100,7 @@ def prepare(module: Any, observe: bool, calibrating: bool = False) -> None:
         if first:
             bank.weights_seen.add(module._fp8_path)
         known.tensor, known.address = weakref.ref(weight), weight.data_ptr()
-        known.version, known.entry = weight._version, bank.entry
+        known.version, known.entry = version(weight), bank.entry
         known.outdated = False
         # An evaluation between two steps observes nothing and uses the scales of the last one: the
         # next training forward has yet to see this weight.
@@ -122,7 +128,8 @@ def _is_watched(module: Any) -> bool:
     """Does whatever changes the weight announce it? A frozen one is changed by no optimizer, but
     by an adapter that is merged into it.
     """
-    return bool(module._fp8_weight_state.owned and module.weight.requires_grad)
+    owner = module._fp8_weight_state.owner
+    return owner is not None and owner() is not None and bool(module.weight.requires_grad)
 
 
 # Tensors born under inference_mode could not be saved for a later backward.
