@@ -44,6 +44,7 @@ from fp8patch.errors import CheckpointError
 from fp8patch.hardware import Backend, detect, resolve_backend
 from fp8patch.messages import one_line
 from fp8patch.plan import Decision, Plan, stock_class
+from fp8patch.plan_walk import kind_of
 
 __all__ = ["FORMAT_VERSION", "SIDECAR", "STATE", "load", "save"]
 
@@ -101,8 +102,10 @@ def _staging(target: Path) -> Iterator[Path]:
 def _publish(staged: Path, target: Path) -> None:
     files = [path.relative_to(staged) for path in staged.rglob("*") if path.is_file()]
     # The sidecar last: after a crash in between its fingerprints tell that the weights are newer.
-    for file in sorted(files, key=lambda file: file.name == SIDECAR):
+    for file in sorted(files, key=lambda file: (file.name == SIDECAR, file.name == STATE)):
         (target / file).parent.mkdir(parents=True, exist_ok=True)
+        if file.name == STATE:  # from here on an older sidecar would name half of a new pair
+            (target / SIDECAR).unlink(missing_ok=True)
         os.replace(staged / file, target / file)
     names = {file.as_posix() for file in files}
     if any(_WEIGHT_FILES.fullmatch(name) for name in names):
@@ -187,6 +190,9 @@ def _check(part: nn.Module, decision: Decision, sidecar: Sidecar) -> None:
     name = stock_class(module).__name__
     if name != decision.class_name:
         raise another_model(sidecar, f"{named}, and in this model that is a {name}")
+    kind = kind_of(module)
+    if kind != decision.kind:
+        raise another_model(sidecar, f"{named} as a {decision.kind}, and a {name} is a {kind}")
     weight = getattr(module, "weight", None)
     # A fingerprint is of the weight as it was saved; the plan may be older than a resize.
     if isinstance(weight, torch.Tensor) and decision.path not in sidecar.fingerprint:

@@ -22,6 +22,15 @@ import torch
 from torch import Tensor
 
 from fp8patch import __version__
+from fp8patch.checkpoint_checks import (
+    SLOT_PARTS,
+    check_siblings,
+    format_version,
+    json_object,
+    slot_states,
+    text,
+    texts,
+)
 from fp8patch.errors import CheckpointError
 from fp8patch.slots import ROLES, SlotState
 
@@ -47,7 +56,6 @@ FORMAT_VERSION = 1
 
 _SAMPLED_ROWS = 16
 _SAMPLED_COLUMNS = 64
-_FIELDS = {"history": 1, "scale": 0, "amax": 0, "counts": 1}
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -193,7 +201,7 @@ def write_sidecar(
 def _tensors(state: Mapping[tuple[str, int], SlotState]) -> dict[str, Tensor]:
     tensors = {}
     for (path, role), slot in state.items():
-        for name in _FIELDS:
+        for name in SLOT_PARTS:
             # A copy each: safetensors refuses tensors that share memory.
             value = getattr(slot, name).detach().cpu().contiguous().clone()
             tensors[".".join(filter(None, (path, ROLES[role], name)))] = value
@@ -205,6 +213,10 @@ def _digest(data: bytes) -> str:
 
 
 def _replace_together(directory: Path, files: Mapping[str, bytes]) -> None:
+    """The last of `files` says that there are any: it goes first, and comes last.
+
+    Whoever is killed in between leaves what reads as no sidecar, and not two halves.
+    """
     written: list[tuple[Path, Path]] = []
     target = directory
     try:
@@ -213,6 +225,7 @@ def _replace_together(directory: Path, files: Mapping[str, bytes]) -> None:
             temporary = directory / f".{name}.{os.getpid()}.tmp"
             written.append((temporary, target))
             _write_bytes(temporary, data)
+        target.unlink(missing_ok=True)
         for temporary, target in written:
             os.replace(temporary, target)
     except OSError as error:
@@ -251,50 +264,51 @@ def read_sidecar(directory: str | Path, *, index: int = 0) -> Sidecar:
         CheckpointError: One is missing, corrupt, of a newer format, or from another save.
     """
     path = Path(directory) / file_names(index)[0]
-    values = _read_json(path)
-    version = values.get("format_version")
-    writer = values.get("fp8patch_version")
-    if not isinstance(version, int) or not isinstance(writer, str):
-        raise _corrupt(path, "it names no format_version")
+    try:
+        return _sidecar(path, json_object(_read_text(path)))
+    except KeyError as error:
+        raise _corrupt(path, f"{error.args[0]!r} is missing") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise _corrupt(path, str(error)) from None
+
+
+def _sidecar(path: Path, values: dict[str, Any]) -> Sidecar:
+    """ValueError, TypeError or KeyError for what no sidecar holds."""
+    version, writer = format_version(values), text(values, "fp8patch_version")
     if version > FORMAT_VERSION:
         raise CheckpointError(
             f"{path}: written by fp8patch {writer} in format {version}; this is fp8patch "
             f"{__version__}, which reads formats up to {FORMAT_VERSION}. Upgrade fp8patch."
         )
-    try:
-        bank = values["bank"]
-        meta = BankMeta(
-            siblings={str(k): str(v) for k, v in bank["siblings"].items()},
-            low_precision_norms=tuple(map(str, bank["low_precision_norms"])),
-            **{name: _flag(bank, name) for name in BankMeta.flags()},
-        )
-        sidecar = Sidecar(
-            path=path,
-            version=writer,
-            plan=dict(values["plan"]),
-            bank=meta,
-            state=_read_state(path.parent / str(values["state"]["file"]), values["state"]),
-            fingerprint={str(k): str(v) for k, v in values["fingerprint"].items()},
-            root=str(values["root"]),
-            extra_state=_flag(values, "extra_state"),
-        )
-    except KeyError as error:
-        raise _corrupt(path, f"{error.args[0]!r} is missing") from None
-    except (TypeError, ValueError, AttributeError) as error:
-        raise _corrupt(path, str(error)) from None
-    return sidecar
+    bank = values["bank"]
+    meta = BankMeta(
+        siblings=texts(bank, "siblings"),
+        low_precision_norms=tuple(map(str, bank["low_precision_norms"])),
+        **{name: _flag(bank, name) for name in BankMeta.flags()},
+    )
+    check_siblings(meta.siblings)
+    return Sidecar(
+        path=path,
+        version=writer,
+        plan=dict(values["plan"]),
+        bank=meta,
+        state=_read_state(path.parent / text(values["state"], "file"), values["state"]),
+        fingerprint=texts(values, "fingerprint"),
+        root=text(values, "root"),
+        extra_state=_flag(values, "extra_state"),
+    )
 
 
 def _flag(values: Any, name: str) -> bool:
     value = values[name]
     if not isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}, not true or false")
+        raise ValueError(f"{name} is {value!r:.40}, not true or false")
     return value
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_text(path: Path) -> str:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         if not path.parent.is_dir():
             raise CheckpointError(f"{path.parent}: no such directory. Check the path.") from None
@@ -302,13 +316,10 @@ def _read_json(path: Path) -> dict[str, Any]:
             f"{path.parent}: holds no {path.name}, so no converted model was saved here. Load it "
             "as a plain model, and convert that with fp8patch.convert_model."
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise _corrupt(path, f"not valid JSON ({error})") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from None
-    if not isinstance(values, dict):
-        raise _corrupt(path, "not a JSON object")
-    return values
 
 
 def _read_state(path: Path, expected: Mapping[str, Any]) -> dict[tuple[str, int], SlotState]:
@@ -323,21 +334,9 @@ def _read_state(path: Path, expected: Mapping[str, Any]) -> dict[tuple[str, int]
     if _digest(data) != expected["digest"]:
         raise _corrupt(path, f"truncated, damaged, or of another save than {SIDECAR}")
     try:
-        tensors = safetensors.torch.load(data)
+        return slot_states(safetensors.torch.load(data))
     except Exception as error:  # SafetensorError derives from Exception alone
         raise _corrupt(path, str(error)) from None
-    found: dict[tuple[str, int], dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        *parts, role, part = name.split(".")
-        dtype = torch.int64 if part == "counts" else torch.float32
-        known = role in ROLES and part in _FIELDS
-        if not known or tensor.dtype != dtype or tensor.dim() != _FIELDS[part]:
-            raise _corrupt(path, f"{name!r} is not a slot's {tensor.dtype} {list(tensor.shape)}")
-        found.setdefault((".".join(parts), ROLES.index(role)), {})[part] = tensor
-    for (module, index), slot in found.items():
-        if set(slot) != set(_FIELDS) or slot["counts"].numel() != 4:
-            raise _corrupt(path, f"the {ROLES[index]} slot of {module!r} is incomplete")
-    return {key: SlotState(**slot) for key, slot in found.items()}
 
 
 def _corrupt(path: Path, why: str) -> CheckpointError:

@@ -101,7 +101,7 @@ model.eval()
 evaluations = []
 for batch in evaluate:
     with torch.no_grad():
-        evaluations.append(accelerator.gather(model(**batch).loss).item())
+        evaluations.append(accelerator.gather(model(**batch).loss).mean().item())
 accelerator.wait_for_everyone()
 accelerator.unwrap_model(model).save_pretrained(args.output_dir)
 torch.save(losses + evaluations, os.path.join(args.output_dir, "losses.pt"))
