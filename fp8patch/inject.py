@@ -15,7 +15,6 @@ everything heavy is imported at the first model.
 
 import dataclasses
 import os
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 
 from fp8patch import inject_compat, messages
+from fp8patch.compiler import skip_frame
 from fp8patch.errors import Fp8PatchError
 from fp8patch.train_options import TrainOptions
 
@@ -115,7 +115,10 @@ def arm(options: TrainOptions | None = None, *, from_parent: bool = True) -> Non
         _stock_call = nn.Module.__call__
         ours = _call if _stock_call is nn.Module._wrapped_call_impl else _call_through
         nn.Module.__call__ = ours  # type: ignore[method-assign]
-    _skip_in_dynamo()
+    # Dynamo is to compile a model's `forward`, not these; they are called around it.
+    for function in (_call, _call_through, _outermost):
+        skip_frame(function)
+    _outermost._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def disarm() -> None:
@@ -178,19 +181,3 @@ def _outermost(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     output = model.finish(output, cast)
     run.overhead += time.perf_counter() - started
     return output
-
-
-def _skip_in_dynamo() -> None:
-    """Dynamo is to compile a model's `forward`, not these two; they are called around it.
-
-    Through the C functions: importing torch._dynamo takes a second, which most scripts never spend.
-    """
-    dynamo: Any = getattr(torch._C, "_dynamo", None)
-    try:
-        module = sys.modules.get("torch._C._dynamo.eval_frame") or dynamo.eval_frame
-        skip = module._FrameExecStrategy(module._FrameAction.SKIP, module._FrameAction.DEFAULT)
-        for function in (_call, _call_through, _outermost):
-            module.set_code_exec_strategy(function.__code__, skip)
-    except AttributeError:
-        pass  # another version: Dynamo then traces through, which works and compiles longer
-    _outermost._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -16,8 +16,16 @@ from torch import nn
 
 from fp8patch import messages
 from fp8patch.backward import arm_backward
+from fp8patch.compiler import outside_compiler
 from fp8patch.observation import WatchReaders
-from fp8patch.regions import Region, RootCall, close_abandoned, new_entry, set_region, state
+from fp8patch.regions import (
+    Region,
+    RootCall,
+    close_abandoned,
+    new_entry,
+    set_region,
+    state,
+)
 from fp8patch.scaling import Bank
 
 
@@ -43,7 +51,7 @@ def unwatch_root(root: nn.Module) -> None:
                 root._forward_hooks_always_called.pop(key, None)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_compiler
 def enter_root(root: Any, args: Any) -> None:
     """Forward pre-hook of a converted root."""
     close_abandoned()
@@ -89,7 +97,7 @@ def _observing(bank: Bank) -> list[AbstractContextManager[Any]]:
     return contexts
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_compiler
 def leave_root(root: nn.Module, args: Any, output: Any) -> None:
     """Forward hook of a converted root; runs after a failed forward too."""
     if not state.roots or state.roots[-1].root is not root:
@@ -114,6 +122,7 @@ def leave_root(root: nn.Module, args: Any, output: Any) -> None:
             )
 
 
+@outside_compiler
 def enter_module(bank: Bank, region: Region) -> bool:
     """A converted module of `bank` is about to run in eager; returns whether it is observed.
 

@@ -1,6 +1,8 @@
 """Compiled blocks are the eager ones, bit for bit: outputs, gradients, slots."""
 
 import copy
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -195,3 +197,21 @@ def test_what_runs_as_stock_in_eager_does_compiled(why: str) -> None:
     compile_blocks(compiled)
     with torch.autocast("cpu", torch.bfloat16), fp8patch.autocast(backend="emulate"):
         assert torch.equal(eager(x), compiled(x))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_whole_model_compiled_by_its_owner(in_place: bool) -> None:
+    """What a script does: `torch.compile(model)`, then train: the first step is seen."""
+    eager, model = build("delayed"), build("delayed")
+    compiled = model if in_place else torch.compile(model, backend="aot_eager")
+    if in_place:
+        model.compile(backend="aot_eager")
+    x = torch.randn(2, 8, D)
+    assert not differing(train(eager, 0, 4, x), train(compiled, 0, 4, x))
+    same_slots(model, eager)
+    assert model._fp8_bank.siblings == eager._fp8_bank.siblings != {}
+
+
+def test_the_compiler_is_not_imported_for_nothing() -> None:
+    code = "import fp8patch.convert, fp8patch.amp, sys; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "fp8patch"
 # entry (a folder, a pattern) import each other freely, as long as nothing goes round in a circle.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors.py", "messages.py"),
-    ("hardware.py", "recipe.py", "numerics.py", "roofline.py", "train_options.py"),
+    ("hardware.py", "recipe.py", "numerics.py", "roofline.py", "compiler.py", "train_options.py"),
     ("ops/*",),
     (
         "slots.py",
@@ -30,7 +30,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("modules/*",),
     ("plan_*.py", "plan.py"),
     # What conversion installs: a converted model's own `save_pretrained` writes the sidecar.
-    ("checkpoint_sidecar.py", "checkpoint_state.py", "checkpoint_hooks.py", "convert.py"),
+    (
+        "checkpoint_checks.py",
+        "checkpoint_sidecar.py",
+        "checkpoint_state.py",
+        "checkpoint_hooks.py",
+        "convert.py",
+    ),
     (
         "checkpoint_*.py",
         "checkpoint.py",

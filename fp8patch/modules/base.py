@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fp8patch import messages, regions
 from fp8patch.backward import arm_backward
+from fp8patch.compiler import outside_compiler
 from fp8patch.errors import HardwareError, RecipeError
 from fp8patch.modules.extra_state import pack_state, unpack_state
 from fp8patch.modules.gemms import Float8Gemms, GemmSpec, cast_input
@@ -197,13 +198,23 @@ def stock_forward(module: Any, *args: Any) -> Any:
 def _forward_in_region(module: Any, input: Tensor, region: regions.Region) -> Tensor:
     recipe: Recipe = module._fp8_bank.recipe
     precision = region.recipe or recipe
+    # What the first step shows is seen in eager only, whoever compiled what; and so is a first use.
+    watched = module._fp8_bank.observation is not None or module._fp8_weight_q is None
+    if watched or not torch.compiler.is_compiling():
+        return _forward_in_eager(module, input, region, precision)
+    # Everything that looks at or moves the bank was done where the root was entered.
+    if find_obstacle(module, input, region, precision) is not None:
+        return stock_forward(module, input)  # type: ignore[no-any-return]
+    observe = region.training is True or region.calibrating or region.reopened
+    return _run(module, input, region, precision, observe)
+
+
+@outside_compiler
+def _forward_in_eager(
+    module: Any, input: Tensor, region: regions.Region, precision: Recipe
+) -> Tensor:
+    recipe: Recipe = module._fp8_bank.recipe
     obstacle = find_obstacle(module, input, region, precision)
-    if torch.compiler.is_compiling():
-        # Everything that looks at or moves the bank was done where the root was entered.
-        if obstacle is not None:
-            return stock_forward(module, input)  # type: ignore[no-any-return]
-        observe = region.training is True or region.calibrating or region.reopened
-        return _run(module, input, region, precision, observe)
     if obstacle is not None:
         _report(obstacle, module, input, region)
         return stock_forward(module, input)  # type: ignore[no-any-return]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8patch import regions
+from fp8patch.compiler import outside_compiler
 from fp8patch.modules.base import attach, rebuild, register
 from fp8patch.recipe import Recipe
 from fp8patch.roots import enter_module
@@ -39,18 +40,12 @@ class Float8LayerNorm(nn.LayerNorm):
         base: Any = self._fp8_base
         if region is None:
             return base.forward(self, input)  # type: ignore[no-any-return]
-        bank = self._fp8_bank
-        if not torch.compiler.is_compiling():
-            enter_module(bank, region)
-            if self._fp8_narrow is None:
-                bank.adopt_norm(self)
-        output: Tensor = base.forward(self, input)
-        device = input.device.type
-        if self._fp8_narrow and torch.is_autocast_enabled(device):
-            output = output.to(torch.get_autocast_dtype(device))
-        if bank.observation is not None and not torch.compiler.is_compiling():
-            bank.observation.saw_norm(self._fp8_path, output)
-        return output
+        # What the first step shows is seen in eager only, whoever compiled what; and so is a first
+        # use.
+        watched = self._fp8_bank.observation is not None or self._fp8_narrow is None
+        if watched or not torch.compiler.is_compiling():
+            return _forward_in_eager(self, input, region)
+        return _forward(self, input)
 
     def first_use(self, observe: bool) -> None:
         """Meet the bank now: a compiled forward can't."""
@@ -63,3 +58,23 @@ class Float8LayerNorm(nn.LayerNorm):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return rebuild, (self._fp8_registered, self._fp8_base), self.__getstate__()
+
+
+def _forward(norm: Any, input: Tensor) -> Tensor:
+    output: Tensor = norm._fp8_base.forward(norm, input)
+    device = input.device.type
+    if norm._fp8_narrow and torch.is_autocast_enabled(device):
+        output = output.to(torch.get_autocast_dtype(device))
+    return output
+
+
+@outside_compiler
+def _forward_in_eager(norm: Any, input: Tensor, region: regions.Region) -> Tensor:
+    bank: Bank = norm._fp8_bank
+    enter_module(bank, region)
+    if norm._fp8_narrow is None:
+        bank.adopt_norm(norm)
+    output = _forward(norm, input)
+    if bank.observation is not None:
+        bank.observation.saw_norm(norm._fp8_path, output)
+    return output
