@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from fp8patch import messages
+from fp8patch.checkpoint_checks import check_modules
 from fp8patch.checkpoint_sidecar import (
     BankMeta,
     Sidecar,
@@ -203,6 +204,13 @@ def restore(converted: Converted, sidecar: Sidecar) -> None:
     strange = sorted(path for path in paths if path not in known)
     if strange:
         raise another_model(sidecar, f"it names {strange[0]!r}, which this model does not have")
+    kinds = {d.path: d.kind for d in converted.plan.decisions}
+    for decision in plan.converted():
+        kind = kinds.get(decision.path, decision.kind)
+        if kind != decision.kind:
+            raise another_model(
+                sidecar, f"it says {decision.path!r} is a {decision.kind}, and it is a {kind}"
+            )
     _check_shapes(gemms, sidecar)
     if unlike := [n for n in _SCALE_FIELDS if getattr(plan.recipe, n) != getattr(bank.recipe, n)]:
         messages.note(
@@ -245,11 +253,16 @@ def stored_plan(sidecar: Sidecar) -> Plan:
         CheckpointError: It is none.
     """
     try:
-        return Plan.from_dict(sidecar.plan)
+        plan = Plan.from_dict(sidecar.plan)
+        bank = sidecar.bank
+        check_modules(
+            plan, bank.siblings, bank.low_precision_norms, sidecar.state, sidecar.fingerprint
+        )
+        return plan
     except Exception as error:  # PlanError, RecipeError; a list where a dict is due
         raise CheckpointError(
             f"{sidecar.path}: corrupt, or written by a fp8patch that knew more (it was "
-            f"{sidecar.version}): {error}"
+            f"{sidecar.version}): {messages.one_line(error)}."
         ) from None
 
 

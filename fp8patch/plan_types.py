@@ -5,6 +5,7 @@ N is out_features, K in_features, M the tokens of one forward.
 """
 
 import dataclasses
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -21,6 +22,9 @@ Action = Literal["convert", "skip"]
 
 # The kinds that are matrix products, which FLOPs are counted over.
 GEMM_KINDS: tuple[Kind, ...] = ("linear", "conv1d", "mha", "experts")
+# The kinds that have an FP8 form, and the codes of what is converted.
+_CONVERTIBLE: tuple[Kind, ...] = ("linear", "conv1d", "norm")
+_CONVERTED = ("ok", "hooked")
 
 # Every reason code, with what it means in general; a decision's `reason` says it of one module.
 CODES: dict[str, str] = {
@@ -36,6 +40,7 @@ CODES: dict[str, str] = {
     "instance_forward": "its forward was replaced on the instance",
     "parametrized": "weight is computed, not a plain Parameter",
     "meta_weight": "the weights are not loaded",
+    "empty": "no rows or no columns, so there is nothing to multiply",
     "lora": "an adapter, small and the only thing that trains",
     "tied_head": "shares its weight with an embedding",
     "head": "output head, whose logits need more digits",
@@ -177,14 +182,14 @@ class Plan:
             RecipeError: The recipe in it is not valid.
         """
         try:
-            return cls(
+            plan = cls(
                 recipe=Recipe.from_dict(values["recipe"]),
-                decisions=tuple(_decision(item) for item in values["decisions"]),
-                tokens=int(values["tokens"]),
-                gpu=values["gpu"],
-                model=str(values["model"]),
-                params=int(values["params"]),
-                min_gain=float(values["min_gain"]),
+                decisions=tuple(map(_decision, _typed(values, "decisions", list))),
+                tokens=_count(values, "tokens", 1),
+                gpu=None if values["gpu"] is None else _typed(values, "gpu", str),
+                model=_typed(values, "model", str),
+                params=_count(values, "params"),
+                min_gain=_number(values, "min_gain"),
             )
         except KeyError as error:
             raise PlanError(
@@ -192,16 +197,80 @@ class Plan:
             ) from None
         except (TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"not a plan: {error}. Plan.to_dict() writes one.") from None
+        if len(plan._index) < len(plan.decisions):
+            path, times = Counter(d.path for d in plan.decisions).most_common(1)[0]
+            raise PlanError(
+                f"not a plan: it has {times} decisions on {path!r}. Plan.to_dict() writes one each."
+            )
+        return plan
 
 
-def _decision(values: Mapping[str, Any]) -> Decision:
-    decision = Decision(**values)
+def _typed(values: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = values[name]
+    # bool is an int, and true is no number of anything.
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"{name} is {_shown(value)}, not of type {kind.__name__}")
+    return value
+
+
+def _count(values: Mapping[str, Any], name: str, least: int = 0) -> int:
+    number: int = _typed(values, name, int)
+    if not least <= number < 2**63:
+        raise ValueError(f"{name} is {_shown(number)}, not a number from {least} to 2^63")
+    return number
+
+
+def _number(values: Mapping[str, Any], name: str) -> float:
+    value = values[name]
+    if isinstance(value, int) and not isinstance(value, bool) and value < 2**63:
+        value = float(value)
+    if not isinstance(value, float) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name} is {_shown(value)}, not a number of at least 0")
+    return value
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.60}"
+    except ValueError:  # an integer of more digits than Python writes
+        return "a huge number"
+
+
+def _decision(values: Any) -> Decision:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"a decision is {_shown(values)}, not an object")
+    known = [item.name for item in dataclasses.fields(Decision)]
+    strange = [name for name in values if name not in known]
+    if strange:
+        raise ValueError(f"a decision has no {strange[0]!r:.60}")
+    try:
+        decision = Decision(
+            **{name: _typed(values, name, str) for name in _TEXTS},
+            **{name: _count(values, name) for name in ("out_features", "in_features", "params")},
+            **{name: _number(values, name) for name in ("flops_share", "param_share")},
+            gain=None if values["gain"] is None else _number(values, "gain"),
+        )
+        _check_choices(decision)
+    except ValueError as error:
+        raise ValueError(f"{values.get('path')!r:.200}: {error}") from None
+    return decision
+
+
+_TEXTS = ("path", "kind", "action", "code", "reason", "class_name")
+
+
+def _check_choices(decision: Decision) -> None:
+    """ValueError for what no rule decides."""
     for name, allowed in (("kind", get_args(Kind)), ("action", get_args(Action))):
         if getattr(decision, name) not in allowed:
-            raise ValueError(f"{decision.path}: {name} {getattr(decision, name)!r} is unknown")
+            raise ValueError(f"{name} {getattr(decision, name)!r:.60} is unknown")
     if decision.code not in CODES:
-        raise ValueError(f"{decision.path}: reason code {decision.code!r} is unknown")
-    return decision
+        raise ValueError(f"reason code {decision.code!r:.60} is unknown")
+    converted = decision.action == "convert"
+    if converted and decision.kind not in _CONVERTIBLE:
+        raise ValueError(f"a module of kind {decision.kind!r} has no FP8 form to convert to")
+    if converted != (decision.code in _CONVERTED):
+        raise ValueError(f"action {decision.action!r} does not go with code {decision.code!r}")
 
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")

@@ -19,6 +19,7 @@ __all__ = [
     "Place",
     "find_candidates",
     "foreign",
+    "kind_of",
     "qualified_name",
     "stock_class",
     "walk",
@@ -186,6 +187,12 @@ def _shape(module: nn.Module, stock: type[nn.Module]) -> tuple[Kind, int, int] |
         if isinstance(n, int) and isinstance(k, int):
             return "linear", n, k
     return None
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """What `module` is to a plan, by its class; None for what its class does not tell."""
+    shape = _shape(module, stock_class(module))
+    return None if shape is None else shape[0]
 
 
 def _experts(place: Place, stock: type[nn.Module]) -> Iterator[Candidate]:

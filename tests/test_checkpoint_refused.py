@@ -59,11 +59,6 @@ def test_other_weights_keep_the_state_of_activations(
         assert torch.equal(value, theirs[key])
 
 
-def another(values: dict[str, Any]) -> None:
-    for decision in values["plan"]["decisions"]:
-        decision["path"] = decision["path"].replace("mlp", "ffn")
-
-
 def wider(values: dict[str, Any]) -> None:
     values["fingerprint"] = {
         path: text.replace("[32, 32]", "[64, 32]") for path, text in values["fingerprint"].items()
@@ -80,7 +75,6 @@ def unknown_field(values: dict[str, Any]) -> None:
 
 BAD_JSON = {
     "newer": (newer, r"format 2.*reads formats up to 1\. Upgrade"),
-    "another model": (another, r"another model: it names 'model.layers.0.ffn"),
     "another shape": (wider, r"another model: .*\[64, 32\], and has \[32, 32\]"),
     "newer recipe": (unknown_field, "block"),
     "no format": (lambda values: values.pop("format_version"), "format_version"),
