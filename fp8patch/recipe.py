@@ -6,16 +6,15 @@ their single source; a file may start from one of them with `base:` and override
 
 import dataclasses
 import difflib
-import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import yaml
-
 from fp8patch.errors import RecipeError
+from fp8patch.recipe_yaml import read_yaml
 
 __all__ = ["Precision", "Recipe", "builtin_names", "describe"]
 
@@ -42,6 +41,10 @@ _PATTERNS = ("skip", "include")
 _DELAYED_ONLY = ("amax_history_len", "amax_compute_algo", "margin")
 # Keys of a file that are not fields.
 _FILE_KEYS = ("base", "description")
+# Characters of a wrong value that a message repeats.
+_MOST_SHOWN = 80
+# No float has as many digits, and no layer gains as much.
+_HUGE = 1e300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +91,8 @@ class Recipe:
             _check_value(field, value)
             if field in _DELAYED_ONLY and self.scaling != "delayed" and value != default:
                 raise RecipeError(
-                    f"{field}: {value!r} has no meaning with scaling: {self.scaling}, which keeps "
-                    f"no amax history. Remove it, or use scaling: delayed."
+                    f"{field}: {_shown(value)} has no meaning with scaling: {self.scaling}, which "
+                    f"keeps no amax history. Remove it, or use scaling: delayed."
                 )
 
     @classmethod
@@ -112,10 +115,10 @@ class Recipe:
             return _load_builtin(source)
         path = Path(source).expanduser()
         looks_like_file = isinstance(source, Path) or path.suffix != "" or "/" in str(source)
-        if not looks_like_file and not path.is_file():
+        if not looks_like_file and not os.path.isfile(path):
             raise RecipeError(
-                f"no recipe is named {source!r}.{_nearest(str(source), builtin_names())} Built in: "
-                f"{', '.join(builtin_names())}; or give the path of a YAML file."
+                f"no recipe is named {_shown(source)}.{_nearest(source, builtin_names())} "
+                f"Built in: {', '.join(builtin_names())}; or give the path of a YAML file."
             )
         return _load_file(path)
 
@@ -131,7 +134,7 @@ class Recipe:
         for key in values:
             if key not in _DEFAULTS:
                 raise RecipeError(
-                    f"unknown recipe field {key!r}.{_nearest(str(key), list(_DEFAULTS))} "
+                    f"unknown recipe field {_shown(key)}.{_nearest(key, list(_DEFAULTS))} "
                     f"Allowed: {', '.join(_DEFAULTS)}."
                 )
         return cls(**{key: _plain(key, value) for key, value in values.items()})
@@ -199,8 +202,8 @@ def _load_file(path: Path) -> Recipe:
             fields = _load_builtin(base).to_dict()
         else:
             raise RecipeError(
-                f"base: {base!r} is not a built-in recipe to start from."
-                f"{_nearest(str(base), builtin_names())} Allowed: {', '.join(builtin_names())}."
+                f"base: {_shown(base)} is not a built-in recipe to start from."
+                f"{_nearest(base, builtin_names())} Allowed: {', '.join(builtin_names())}."
             )
         if values.get("scaling", "delayed") != "delayed":
             # What the base says about its history does not survive a change of scaling.
@@ -210,38 +213,13 @@ def _load_file(path: Path) -> Recipe:
         raise RecipeError(f"{path}: {error}") from None
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML that refuses a key given twice; plain YAML silently keeps the last one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            text = str(key.value)
-            if text in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{text!r} is given twice", key.start_mark
-                )
-            seen.add(text)
-        return super().construct_mapping(node, deep)
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        values = read_yaml(path)
     except FileNotFoundError:
         raise RecipeError(
             f"{path}: no such recipe file. Built in: {', '.join(builtin_names())}."
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise RecipeError(f"{path}: the recipe cannot be read: {reason}.") from None
-    try:
-        values = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}: " if mark is not None else ""
-        problem = getattr(error, "problem", None) or str(error)
-        raise RecipeError(f"{path}: {where}not valid YAML: {problem}.") from None
     if not isinstance(values, dict):
         found = "empty" if values is None else f"a {type(values).__name__}"
         raise RecipeError(
@@ -251,7 +229,7 @@ def _read(path: Path) -> dict[str, Any]:
     if unknown:
         allowed = [*_FILE_KEYS, *_DEFAULTS]
         raise RecipeError(
-            f"{path}: unknown recipe field {unknown[0]!r}.{_nearest(str(unknown[0]), allowed)} "
+            f"{path}: unknown recipe field {_shown(unknown[0])}.{_nearest(unknown[0], allowed)} "
             f"Allowed: {', '.join(allowed)}."
         )
     return values
@@ -262,7 +240,7 @@ def _plain(field: str, value: Any) -> Any:
     if field in _PATTERNS and isinstance(value, list):
         return tuple(value)
     if field == "min_gain" and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        return float(value) if abs(value) < _HUGE else value
     return value
 
 
@@ -271,33 +249,44 @@ def _check_value(field: str, value: Any) -> None:
     if field in _CHOICES:
         choices = _CHOICES[field]
         if not isinstance(value, str) or value not in choices:
-            hint = _nearest(str(value).lower(), choices)
-            raise RecipeError(f"{field}: {value!r} is not allowed.{hint} Use {_or(choices)}.")
+            hint = _nearest(value.lower() if isinstance(value, str) else value, choices)
+            raise RecipeError(f"{field}: {_shown(value)} is not allowed.{hint} Use {_or(choices)}.")
     elif field in _INTEGERS:
         low, high = _INTEGERS[field]
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             raise RecipeError(
-                f"{field}: {value!r} is not allowed. Use a whole number from {low} to {high}."
+                f"{field}: {_shown(value)} is not allowed. Use a whole number from {low} to {high}."
             )
     elif field in _PATTERNS:
         if not isinstance(value, tuple) or not all(isinstance(p, str) and p for p in value):
             raise RecipeError(
-                f"{field}: {value!r} is not allowed. Use a list of glob patterns over module "
+                f"{field}: {_shown(value)} is not allowed. Use a list of glob patterns over module "
                 f'paths, such as ["*.gate"].'
             )
     elif field == "min_gain":
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and math.isfinite(value) and value >= 0):
+        if value is not None and not (number and 0 <= value < _HUGE):
             raise RecipeError(
-                f"min_gain: {value!r} is not allowed. Use a number of at least 0 (1.0 skips what "
-                f"would get slower), or null."
+                f"min_gain: {_shown(value)} is not allowed. Use a number of at least 0 (1.0 skips "
+                f"what would get slower), or null."
             )
     elif not isinstance(value, str) or not value.strip():
-        raise RecipeError(f"{field}: {value!r} is not allowed. Use a non-empty text.")
+        raise RecipeError(f"{field}: {_shown(value)} is not allowed. Use a non-empty text.")
 
 
-def _nearest(word: str, choices: "list[str] | tuple[str, ...]") -> str:
+def _shown(value: Any) -> str:
+    """`value` as a message names it: cut where it is long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # more digits, or more levels, than Python writes
+        return f"a huge {type(value).__name__}"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+
+
+def _nearest(word: Any, choices: "list[str] | tuple[str, ...]") -> str:
     """' Did you mean X?' for the choice most like `word`, or '' when none is close."""
+    if not isinstance(word, str):
+        return ""
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
 
