@@ -244,12 +244,13 @@ def _decision(values: Any) -> Decision:
     if strange:
         raise ValueError(f"a decision has no {strange[0]!r:.60}")
     try:
-        decision = Decision(
+        fields: dict[str, Any] = {
             **{name: _typed(values, name, str) for name in _TEXTS},
             **{name: _count(values, name) for name in ("out_features", "in_features", "params")},
             **{name: _number(values, name) for name in ("flops_share", "param_share")},
-            gain=None if values["gain"] is None else _number(values, "gain"),
-        )
+            "gain": None if values["gain"] is None else _number(values, "gain"),
+        }
+        decision = Decision(**fields)
         _check_choices(decision)
     except ValueError as error:
         raise ValueError(f"{values.get('path')!r:.200}: {error}") from None
