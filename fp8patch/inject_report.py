@@ -39,11 +39,13 @@ def say_start(run: "Facts", model: "Model") -> None:
     chosen = plan.converted()
     counts = Counter(d.kind for d in chosen)
     total = Counter(d.kind for d in plan.decisions)
-    kinds = ", ".join(f"{n} of {total[kind]} {_plural(kind)}" for kind, n in counts.items())
+    kinds = {kind: f"{n} of {total[kind]} {_plural(kind)}" for kind, n in counts.items()}
+    # A norm computes as before; what changes is the dtype that it hands on.
+    norms = f", {kinds.pop('norm')} with them" if "norm" in kinds else ""
     share = sum(d.flops_share for d in chosen)
     messages.note(
-        f"{model.name}: {kinds} in FP8 ({share:.1%} of GEMM FLOPs), recipe {plan.recipe.name}, "
-        f"{_where(run)}."
+        f"{model.name}: {', '.join(kinds.values())} in FP8 ({share:.1%} of GEMM FLOPs){norms}, "
+        f"recipe {plan.recipe.name}, {_where(run)}."
     )
     skipped: dict[str, list[Any]] = {}
     for decision in plan.decisions:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 import typer
+from injected import train
 from typer.testing import CliRunner
 
 import fp8patch
@@ -18,6 +19,18 @@ from fp8patch.plan_types import CODES
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+# README's script that knows nothing of FP8.
+TRAIN = """
+import torch, transformers
+
+model = transformers.AutoModelForCausalLM.from_pretrained("my-model")
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for step in range(20):
+    ids = torch.randint(0, 512, (4, 64))
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -38,6 +51,7 @@ def my_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )  # fmt: skip
     torch.manual_seed(0)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "my-model")
+    (tmp_path / "train.py").write_text(TRAIN)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -60,7 +74,7 @@ def test_the_commands_run(my_model: Path) -> None:
     """In README's order; what README prints of `convert` is what comes out."""
     printed = {}
     for line in shell_lines():
-        if line.startswith("fp8patch "):
+        if line.startswith("fp8patch ") and not line.startswith("fp8patch train"):
             words = shlex.split(line)[1:]
             result = CliRunner().invoke(cli.app, words)
             assert result.exit_code == 0, f"{line}: {result.output}"
@@ -68,7 +82,7 @@ def test_the_commands_run(my_model: Path) -> None:
     assert set(printed) == {"plan", "convert", "revert"}
     weights = [my_model / name / "model.safetensors" for name in ("my-model", "my-model-plain")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    shown = [body for body in blocks("text") if "GPT2LMHeadModel" in body]
+    shown = [body for body in blocks("text") if body.startswith("GPT2LMHeadModel")]
     assert shown == [printed["convert"]]
 
 
@@ -89,6 +103,22 @@ def test_the_plan_shown_is_that_of_the_command_shown(
     for row in shown.splitlines():
         # Consumes `printed`: in the order in which they come out.
         assert row in printed, f"`{line}` does not print, or not there: {row}"
+
+
+def test_a_script_trains_as_shown(my_model: Path) -> None:
+    """Every line of the run, but for its times, its memory and its ratios."""
+    (line,) = [line for line in shell_lines() if line.startswith("fp8patch train")]
+    done = train(*shlex.split(line)[2:], cwd=my_model)
+    (shown,) = [body for body in blocks("text") if "summary: 20" in body]
+
+    def said(text: str) -> list[str]:
+        lines = [line for line in text.splitlines() if line.startswith("fp8patch: ")]
+        measured = r"[\d.e%-]+(?= (ms|s|GiB|saturated|not finite)\b)|\([\d.]+% of a step\)"
+        return [re.sub(measured, "#", line) for line in lines]
+
+    assert said(done.stderr) == said(shown)
+    assert len(said(shown)) == 6
+    assert (my_model / "run.json").is_file()
 
 
 def test_the_set_up_commands_are_there() -> None:

@@ -212,7 +212,7 @@ def test_spawned_ranks_end_where_bf16_ends(tmp_path: Path) -> None:
     assert cover["fp8_flops"] == VIT.expected()["fp8_flops"]
     assert cover["flops"] == cover["fp8_flops"] + head
     assert report["steps"] == VIT.steps
-    assert "5 of 5 norms, 8 of 9 Linears in FP8" in done.stderr
+    assert "ViT: 8 of 9 Linears in FP8 (98.7% of GEMM FLOPs), 5 of 5 norms with them" in done.stderr
     assert done.stderr.count("summary: 100 optimizer steps") == 1
 
     def changed(run: dict[str, Any]) -> set[str]:
