@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -11,6 +12,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 
 from fp8patch import messages
+from fp8patch.errors import Fp8PatchError
 from fp8patch.hardware import Backend, Hardware, detect, resolve_backend
 from fp8patch.recipe import Recipe
 from fp8patch.regions import Region, close_abandoned, new_entry, set_region, state
@@ -48,6 +50,7 @@ class autocast:
             alike.
 
     Raises:
+        Fp8PatchError: A block is open in another thread.
         HardwareError: `backend="fp8"` where the hardware has none, or an unknown backend.
         RecipeError: The recipe can't be loaded.
     """
@@ -77,6 +80,12 @@ class autocast:
     def __enter__(self) -> "autocast":
         close_abandoned()
         outer = state.region
+        if outer is not None and outer.thread != threading.get_ident() and not _in_backward():
+            raise Fp8PatchError(
+                "autocast is open in another thread, and a process has one FP8 region: backward, "
+                "which runs in threads of its own, has to find it. Use a process for each model."
+            )
+        state.blocks += 1
         if outer is None and not state.roots:
             new_entry(training=False)
         contexts: list[AbstractContextManager[Any]] = []
@@ -108,6 +117,7 @@ class autocast:
             calibrating=self._calibrating,
             recipe=self._recipe,
             group=self._group,
+            thread=threading.get_ident(),
         )
         if outer is None:
             return region
@@ -132,6 +142,7 @@ class autocast:
         traceback: TracebackType | None,
     ) -> None:
         outer, depth, contexts = self._outer.pop()
+        state.blocks -= 1
         # Module hooks are not called for a KeyboardInterrupt: their calls are still on the list.
         while len(state.roots) > depth:
             state.roots.pop().close()
@@ -157,6 +168,10 @@ class autocast:
                 return function(*args, **kwargs)
 
         return wrapped
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _bf16_autocasts() -> list[AbstractContextManager[Any]]:

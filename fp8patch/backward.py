@@ -7,7 +7,6 @@ be done by asking autograd whether a backward is running: a compiler can't trace
 
 import dataclasses
 import functools
-import threading
 import weakref
 from collections.abc import Mapping
 from types import ModuleType
@@ -25,7 +24,7 @@ def arm_backward(output: Any, bank: Bank, region: Region) -> bool:
 
     Returns whether anything in `output` can have a gradient.
     """
-    again = dataclasses.replace(region, reopened=True, thread=threading.get_ident())
+    again = dataclasses.replace(region, reopened=True)
     hook = functools.partial(_reopen, weakref.ref(bank), again)
     # Objects of unknown classes only where nothing else is: a cache of keys and values is one.
     tensors = _differentiable(output, opaque=False) or _differentiable(output, opaque=True)

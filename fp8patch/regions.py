@@ -33,7 +33,7 @@ class Region:
         group: Process group over which pending amax are reduced.
         reopened: Backward is running; this is recomputation.
         previous: What was open when backward reopened this one.
-        thread: The thread that ran the forward, and so the one that calls backward.
+        thread: The thread that opened the region, and so the one that calls backward.
         banks: Banks that calibration has written to, in an order that is the same on every rank.
     """
 
@@ -74,6 +74,7 @@ class _State:
         trained: The last entry was a training forward: weights may have moved by any means.
         roots: Calls of converted roots that are running, outermost first.
         in_backward: Banks whose backward is running.
+        blocks: How many `autocast` blocks are open, whatever they do.
     """
 
     region: Region | None = None
@@ -81,6 +82,7 @@ class _State:
     trained: bool = False
     roots: list[RootCall] = field(default_factory=list)
     in_backward: "weakref.WeakSet[Bank]" = field(default_factory=weakref.WeakSet)
+    blocks: int = 0
 
 
 state = _State()
@@ -88,10 +90,16 @@ state = _State()
 
 def active() -> Region | None:
     """The open region, or None where modules are to behave as their stock class."""
-    # A part of a model may be what is called first after a backward that raised: no root cleans up.
-    if state.region is not None and state.region.reopened and not torch.compiler.is_compiling():
+    region = state.region
+    if region is None or torch.compiler.is_compiling():
+        return region
+    if region.reopened:
+        # A part of a model may be what is called first after a backward that raised: no root has
+        # cleaned up.
         close_abandoned()
-    return state.region
+        return state.region
+    # Another thread's region is none of ours: what is called here is the stock model.
+    return region if region.thread == threading.get_ident() else None
 
 
 def set_region(region: Region | None) -> None:

@@ -21,6 +21,7 @@ from fp8patch.observation import WatchReaders
 from fp8patch.regions import (
     Region,
     RootCall,
+    active,
     close_abandoned,
     new_entry,
     set_region,
@@ -55,10 +56,17 @@ def unwatch_root(root: nn.Module) -> None:
 def enter_root(root: Any, args: Any) -> None:
     """Forward pre-hook of a converted root."""
     close_abandoned()
-    region = state.region
-    if region is None:
-        return
+    region = active()
     bank: Bank = root._fp8_bank
+    if region is None:
+        if bank.entry == -1 and not state.blocks and torch.is_grad_enabled():
+            messages.once(
+                "outside",
+                f"{type(root).__name__} is converted, but called outside fp8patch.autocast(): it "
+                "computes as the stock model. Put the forward inside a `with` block, or run the "
+                "script with `fp8patch train`.",
+            )
+        return
     bank.attach_root(root)
     if region.reopened or state.roots:
         training = True if region.training is None else region.training

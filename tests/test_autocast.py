@@ -1,5 +1,6 @@
 """`autocast`: where FP8 is on, what nests, what a backend means with and without FP8 hardware."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -358,3 +359,67 @@ def test_a_region_changes_gemm_precisions_only(change: dict[str, Any], field: st
     with fp8patch.autocast(backend="emulate", recipe=other):
         with pytest.raises(fp8patch.RecipeError, match=f"says {field}.*converted with"):
             model(x)
+
+
+def test_another_thread_is_stock_and_cannot_open_a_region() -> None:
+    """The region is one a process: backward has to find it from threads of its own."""
+    model = fp8patch.convert_model(nn.Sequential(nn.Linear(16, 16)), include=["*"])
+    x = torch.randn(4, 16)
+    with torch.no_grad():
+        stock = model(x)
+    found: dict[str, Any] = {}
+
+    def beside() -> None:
+        with torch.no_grad():
+            found["output"] = model(x)
+        try:
+            with fp8patch.autocast(backend="emulate"):
+                pass
+        except fp8patch.Fp8PatchError as error:
+            found["error"] = str(error)
+
+    with fp8patch.autocast(backend="emulate"):
+        thread = threading.Thread(target=beside)
+        thread.start()
+        thread.join()
+        with torch.no_grad():
+            assert not torch.equal(model(x), stock)
+    assert torch.equal(found["output"], stock)
+    assert "another thread" in found["error"]
+    assert regions.active() is None
+
+
+def test_training_a_converted_model_outside_any_block_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    messages._seen.clear()
+    model = fp8patch.convert_model(nn.Sequential(nn.Linear(16, 16)), include=["*"])
+    x = torch.randn(4, 16)
+    with fp8patch.autocast(enabled=False):
+        model(x)
+    assert capsys.readouterr().err == ""
+    model(x)
+    model(x)
+    said = capsys.readouterr().err
+    assert said.count("outside fp8patch.autocast()") == 1
+
+
+def test_a_backend_given_as_enabled_is_refused() -> None:
+    with pytest.raises(TypeError, match="backend='emulate'"):
+        fp8patch.autocast("emulate")  # type: ignore[arg-type]
+
+
+def test_a_generator_function_is_not_decorated() -> None:
+    with pytest.raises(TypeError, match="generator"):
+
+        @fp8patch.autocast(backend="emulate")
+        def batches() -> Any:
+            yield 1
+
+
+def test_a_nested_auto_is_what_the_outer_block_is() -> None:
+    with fp8patch.autocast(backend="emulate"):
+        with fp8patch.autocast(recipe=fp8patch.Recipe(wgrad="bf16")):
+            region = regions.active()
+            assert region is not None
+            assert (region.execution, region.recipe.wgrad) == ("emulate", "bf16")  # type: ignore[union-attr]

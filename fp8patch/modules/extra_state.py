@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8patch.errors import CheckpointError
 from fp8patch.scaling import Bank
 from fp8patch.slots import GRAD_OUTPUT, INPUT, WEIGHT, SlotState
 
@@ -28,9 +29,13 @@ def pack_state(module: Any) -> Tensor:
 
 
 def unpack_state(module: Any, packed: Tensor) -> None:
-    """Undo `pack_state`."""
+    """Undo `pack_state`.
+
+    Raises:
+        CheckpointError: `packed` is not what `pack_state` makes.
+    """
     bank: Bank = module._fp8_bank
-    values = packed.cpu()
+    values = _checked(packed, module._fp8_path)
     bank.stepped = bool(values[0])
     # The scales that follow are those of the weight that was loaded with them.
     module._fp8_weight_state.replaced = False
@@ -46,3 +51,19 @@ def unpack_state(module: Any, packed: Tensor) -> None:
         )
         bank.write(module._fp8_path, role, state)
         at = stop
+
+
+def _checked(packed: Any, path: str) -> Tensor:
+    """As FP64 on the CPU, with three slots of a believable length in it."""
+    if isinstance(packed, Tensor) and packed.dim() == 1 and packed.dtype == torch.float64:
+        values = packed.detach().cpu()
+        at = 1
+        for _ in range(3):
+            length = float(values[at + 2]) if at + 7 <= len(values) else -1.0
+            at = at + 7 + int(length) if length >= 0 and length.is_integer() else len(values) + 1
+        if at == len(values) and bool((values >= 0).all()):
+            return values
+    raise CheckpointError(
+        f"{path}._extra_state is not FP8 state that this version has written. Load the state_dict "
+        "without it: the scales are then measured anew."
+    )
