@@ -220,3 +220,42 @@ def test_spawned_ranks_end_where_bf16_ends(tmp_path: Path) -> None:
 
     assert changed(fp8) == changed(bf16[0])
     assert sys.executable in done.args
+
+
+@pytest.mark.slow
+def test_a_compiled_loop(tmp_path: Path) -> None:
+    """The script compiles its model; FP8 is then what it is in eager, to rounding."""
+    words = (SCRIPTS / "plain_gpt.py", "--steps", 8, "--text", stdlib_text(tmp_path), "--save")
+    eager = train("--emulate", *words, tmp_path / "eager.pt", cwd=tmp_path)
+    compiled = train(
+        "--emulate", *words, tmp_path / "compiled.pt", "--compile", "aot_eager", cwd=tmp_path
+    )
+    counts = [line for line in eager.stderr.splitlines() if "GEMM calls" in line]
+    assert counts == [line for line in compiled.stderr.splitlines() if "GEMM calls" in line]
+    assert len(counts) == 1
+    runs = [torch.load(tmp_path / f"{name}.pt") for name in ("eager", "compiled")]
+    assert runs[0]["model"].keys() == runs[1]["model"].keys()
+    assert runs[1]["losses"] == pytest.approx(runs[0]["losses"], rel=5e-3)
+
+
+@pytest.mark.slow
+def test_a_compiled_trainer(tmp_path: Path) -> None:
+    """`--torch_compile`, with a backend that needs no C++ compiler."""
+    words = (
+        *(SCRIPTS / "clm_trainer.py", "--max_steps", 6, "--logging_steps", 1, "--use_cpu"),
+        *("--per_device_train_batch_size", 4, "--report_to", "none", "--save_strategy", "no"),
+        *("--bf16", "--disable_tqdm", "True", "--output_dir"),
+    )
+    compile_it = ("--torch_compile", "--torch_compile_backend", "aot_eager")
+    train("--emulate", *words, tmp_path / "eager", cwd=tmp_path)
+    options = ("--emulate", "--report", "r.json")
+    train(*options, *words, tmp_path / "compiled", *compile_it, cwd=tmp_path)
+    losses = [losses_of(tmp_path / name) for name in ("eager", "compiled")]
+    assert len(losses[0]) == 6
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3)
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert (report["steps"], report["coverage"]["fp8_calls"]) == (6, 14)
+    keys = [
+        load_file(tmp_path / name / "model.safetensors").keys() for name in ("eager", "compiled")
+    ]
+    assert keys[0] == keys[1]
