@@ -104,6 +104,10 @@ class Coverage:
         """Converted modules that no forward has called."""
         return [e.path for e in self._all if id(e) in self._converted and not e.calls]
 
+    def not_counted(self) -> list[str]:
+        """The others that no forward has called: a fused loss reads the head's weight by itself."""
+        return [e.path for e in self._all if id(e) not in self._converted and not e.calls]
+
     def totals(self) -> dict[str, Any]:
         """JSON-safe: calls and FLOPs of all GEMM modules, and those that ran in FP8."""
         calls = sum(e.calls for e in self._all)
@@ -116,6 +120,7 @@ class Coverage:
             "fp8_flops": fp8_flops,
             "fp8_flops_share": fp8_flops / flops if flops else 0.0,
             "never_ran": self.never_ran(),
+            "not_counted": self.not_counted(),
         }
 
     def debug_line(self, entry: _Watched, module: Any, input: Tensor, ran: dict[str, bool]) -> None:

@@ -122,6 +122,11 @@ def _say_fp8(values: dict[str, Any]) -> None:
             f"in FP8: {cover['fp8_calls']} of {cover['calls']} GEMM calls, "
             f"{cover['fp8_flops_share']:.1%} of GEMM FLOPs (up to the first optimizer step)."
         )
+    if cover["fp8_calls"] and cover["not_counted"]:
+        messages.note(
+            f"not in these figures, as it is never called: {_few(cover['not_counted'])} (what reads "
+            "its weight is not seen)."
+        )
     idle = cover["never_ran"]
     if idle:
         messages.note(f"converted and never run: {_few(idle)}.")

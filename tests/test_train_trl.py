@@ -66,6 +66,8 @@ def test_sft(tiny: Path) -> None:
     assert (report["coverage"]["fp8_calls"], report["coverage"]["calls"]) == (28, 28)
     assert report["steps"] == 6
     assert report["coverage"]["never_ran"] == []
+    assert report["coverage"]["not_counted"] == ["lm_head"]
+    assert "not in these figures, as it is never called: lm_head" in done.stderr
     assert "LlamaForCausalLM: 14 of 15 Linears in FP8" in done.stderr
     assert "summary: 6 optimizer steps" in done.stderr
     assert "fp8patch" not in bare.stderr
