@@ -20,6 +20,8 @@ from fp8patch.messages import one_line
 __all__ = ["model_from_config", "read_config"]
 
 _PROBE_SECONDS = 3.0
+# More than any config has: the largest on the hub list some ten thousand labels.
+_MOST_BYTES = 8 << 20
 
 
 def model_from_config(source: str | Path) -> nn.Module:
@@ -34,6 +36,9 @@ def model_from_config(source: str | Path) -> nn.Module:
         PlanError: An architecture that transformers does not know, or that the config cannot build.
     """
     config = _config(source)
+    layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(layers, int) and layers < 0:  # range(-1) builds a model without complaint
+        raise PlanError(f"{source}: num_hidden_layers is {layers}. A model has 0 or more.")
     classes = _classes(config, source)
     failed = ""
     for cls in classes:
@@ -59,16 +64,23 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
     except json.JSONDecodeError as error:
-        raise CheckpointError(
-            f"{path}: not valid JSON (line {error.lineno}: {error.msg}). Copy it again from where "
-            f"the model came from."
-        ) from None
+        raise _not_json(path, f"line {error.lineno}: {error.msg}") from None
+    except RecursionError:
+        raise _not_json(path, "nested too deeply") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise CheckpointError(f"{path}: cannot be read: {reason}.") from None
+    except ValueError as error:  # of int(): more digits than Python reads
+        raise _not_json(path, str(error).split(";")[0]) from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: a model's config is a JSON object, not {values!r:.40}.")
     return values
+
+
+def _not_json(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: not valid JSON ({why}). Copy it again from where the model came from."
+    )
 
 
 def _number(values: dict[str, Any]) -> Any:
@@ -88,6 +100,7 @@ def _config(source: str | Path) -> Any:
             raise CheckpointError(f"{path}: not a model directory: it has no config.json.")
         return _local(file)
     if path.is_file():
+        _check_file(path)
         return _local(path)
     text = str(source)
     if isinstance(source, Path) or text.startswith((".", "/", "~")) or text.count("/") > 1:
@@ -95,6 +108,24 @@ def _config(source: str | Path) -> Any:
             f"{source}: no such directory. Give a model directory, a config.json, or a hub name."
         )
     return _from_hub(text)
+
+
+def _check_file(path: Path) -> None:
+    """Raise for a file that is called something else than a config.json, and is none.
+
+    By its size and its first character: this may be a checkpoint of any size.
+    """
+    if path.suffix == ".json":
+        return
+    try:
+        with open(path, "rb") as file:
+            start = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from None
+    if len(start) > _MOST_BYTES or not start.lstrip().startswith(b"{"):
+        raise CheckpointError(
+            f"{path}: not a config.json. Give a model directory, its config.json, or a hub name."
+        )
 
 
 def _local(file: Path) -> Any:

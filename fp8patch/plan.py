@@ -8,6 +8,7 @@ projection, each taken to be called once per forward, and for as many experts as
 The products inside attention are not in it, nor are layers that a model calls twice.
 """
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -65,15 +66,26 @@ def plan_model(
             no reason to skip.
 
     Raises:
-        PlanError: A pattern that matches nothing, an unknown GPU, or tokens below 1.
+        PlanError: `model` is no module, a pattern matches nothing, an unknown GPU, tokens below 1,
+            or a min_gain that is no number of at least 0.
         RecipeError: No such recipe, or not a valid one.
     """
+    if not isinstance(model, nn.Module):
+        raise PlanError(
+            f"plan_model takes a torch.nn.Module, not {type(model).__name__} ({model!r:.60}). Load "
+            "the model first; `fp8patch plan` takes a directory, a config.json or a hub name."
+        )
     recipe = Recipe.load(recipe)
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
         raise PlanError(f"tokens: {tokens!r} is not allowed. Use a whole number of at least 1.")
     figures = None if gpu is None else resolve_gpu(gpu)
     if min_gain is None:
         min_gain = 0.0 if recipe.min_gain is None else recipe.min_gain
+    number = isinstance(min_gain, int | float) and not isinstance(min_gain, bool)
+    if not number or not 0 <= min_gain < math.inf:
+        raise PlanError(
+            f"min_gain: {min_gain!r} is not allowed. Use a number of at least 0, or None."
+        )
     places = walk(model)
     candidates = find_candidates(places)
     selection = _selection(recipe, only, skip, include)

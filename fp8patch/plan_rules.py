@@ -180,6 +180,8 @@ def _impossible(candidate: Candidate, facts: Facts, *, meta: bool) -> tuple[str,
         )
     if not meta and any(p.device.type == "meta" for p in candidate.parameters):
         return "meta_weight", "its weights are on the meta device: load or materialise them first"
+    if not candidate.n * candidate.k:
+        return "empty", "its weight has no elements, so there is nothing to compute"
     return None
 
 
@@ -251,7 +253,7 @@ def _misaligned(candidate: Candidate) -> str | None:
     wrong = [
         f"{label}={size}"
         for label, size in (("out_features", candidate.n), ("in_features", candidate.k))
-        if size % ALIGNMENT or size == 0
+        if size % ALIGNMENT
     ]
     if not wrong:
         return None

@@ -156,3 +156,29 @@ def test_a_config_with_infinity_in_it(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     assert "__float__" in (tmp_path / "config.json").read_text()
     assert type(model_from_config(tmp_path)).__name__ == "Mamba2ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    "content", [b"Dear diary", b"", b"\x00\x01", b"[1]", b"{" + b" " * (9 << 20)]
+)
+def test_a_file_that_is_no_config(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"notes\.txt: not a config\.json\. Give a model dir"):
+        model_from_config(file)
+
+
+def test_a_config_of_another_name_is_read(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "config.json").rename(tmp_path / "blob")
+    assert type(model_from_config(tmp_path / "blob")) is transformers.LlamaForCausalLM
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("[" * 200_000, "nested too deeply"), (f'{{"a": {"9" * 5000}}}', "Exceeds the limit")],
+)
+def test_json_that_python_refuses(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=rf"not valid JSON \({words}.*Copy it again"):
+        model_from_config(tmp_path)
