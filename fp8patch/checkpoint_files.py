@@ -253,7 +253,8 @@ def _locked_directory(parent: Path, prefix: str) -> tuple[Path, int]:
 
 def _exists(out: Path) -> CheckpointError:
     return CheckpointError(
-        f"{out}: exists already. --force (force=True) replaces it once the new one is complete."
+        f"{out}: exists already. Name another, or replace it with --force (in Python: force=True), "
+        "which keeps it until the new one is complete."
     )
 
 

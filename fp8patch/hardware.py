@@ -130,12 +130,12 @@ def resolve_backend(
     if backend == "auto":
         return "fp8" if capable else fallback
     if backend == "fp8" and not capable:
-        fix = "backend='emulate' computes the same rounding on any device, slowly"
+        fix = "Use backend='emulate' (--emulate) for the same rounding on any device, slowly"
         if rowwise and hardware.fp8:
-            fix = "choose a recipe that scales by tensor, or " + fix
+            fix = "Choose a recipe that scales by tensor, or u" + fix[1:]
         raise HardwareError(
-            f"backend='fp8' was asked for, but it cannot run here: {hardware.reason} "
-            f"{fix[0].upper()}{fix[1:]}; backend='auto' goes on without FP8."
+            f"backend='fp8' (--fp8) was asked for, but it cannot run here: {hardware.reason} "
+            f"{fix}; or backend='auto' (neither flag) to go on without FP8."
         )
     return backend
 

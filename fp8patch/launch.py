@@ -42,6 +42,12 @@ def script_command(script: str, args: list[str], *, nproc: int | None = None) ->
             else "fp8patch train takes the path of a Python script, or -- and a command."
         )
         raise Fp8PatchError(f"{script}: no such script. {hint}")
+    # Python runs a folder that has a __main__.py.
+    if Path(script).is_dir() and not (Path(script) / "__main__.py").is_file():
+        raise Fp8PatchError(
+            f"{script}: is a folder, without a __main__.py that Python could run. Give the path "
+            "of a script in it."
+        )
     if nproc is None:
         return [sys.executable, script, *args]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

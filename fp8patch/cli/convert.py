@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from fp8patch.cli.options import GpuName, Include, Only, RecipeName, Skip, Tokens
+from fp8patch.cli.options import GpuName, Include, Only, RecipeName, Skip, Tokens, finite
 from fp8patch.errors import HardwareError
 
 if TYPE_CHECKING:
@@ -33,7 +33,11 @@ def convert(
     gpu: GpuName = "auto",
     min_gain: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Skip layers predicted below it.  [default: recipe's, else 0]"),
+        typer.Option(
+            min=0.0,
+            callback=finite,
+            help="Skip layers predicted below it.  [default: recipe's, else 0]",
+        ),
     ] = None,
     calibrate: Annotated[
         Path | None,
@@ -177,12 +181,28 @@ def _where(device: str | None, recipe: "Recipe", backend: "Backend") -> tuple[st
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
-        text = str(error).splitlines()[0][:200]
-        raise HardwareError(f"--device {name}: cannot be used here ({text})") from None
+        text = str(error).splitlines()[0][:200].rstrip(".")
+        raise HardwareError(
+            f"--device {name}: cannot be used here ({text}). {_other_device(name)}"
+        ) from None
     hardware = detect(name)
     execution = resolve_backend(backend, hardware, "emulate", rowwise=recipe.scaling == "rowwise")
     assert execution != "off"
     return name, execution, hardware.reason
+
+
+def _other_device(name: str) -> str:
+    """What to do instead of `--device name`."""
+    import torch
+
+    if torch.cuda.is_available():
+        return "Leave --device out to calibrate on this machine's GPU."
+    fix = "Leave --device out to calibrate on the CPU"
+    if name.startswith("cuda"):
+        built = torch.version.cuda is not None
+        missing = "a driver and a visible GPU" if built else "a PyTorch that is built for CUDA"
+        fix += f"; cuda needs {missing}"
+    return f"{fix}."
 
 
 def _show(done: "ConvertedDirectory", *, calibrated: bool, as_json: bool) -> None:

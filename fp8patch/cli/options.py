@@ -1,8 +1,17 @@
 """Options that several commands share: one spelling and one help text for each."""
 
+import math
 from typing import Annotated
 
 import typer
+
+
+def finite(value: float | None) -> float | None:
+    """A callback: what typer calls a float may be nan, which is no less than any minimum."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a number to compare with.")
+    return value
+
 
 RecipeName = Annotated[str, typer.Option("--recipe", "-r", help="Built-in recipe, or a YAML file.")]
 Only = Annotated[list[str] | None, typer.Option(help="Convert only what matches. Repeatable.")]
