@@ -76,10 +76,14 @@ def test_version() -> None:
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (["plam"], "No such command"),
+        (["plam"], "No such command 'plam'. Did you mean 'plan'?"),
+        (["xyzzy"], "No such command 'xyzzy'. Commands: demo, plan, train"),
         (["plan"], "Missing argument"),
         (["plan", "x", "--tokens", "0"], "--tokens"),
         (["plan", "x", "--min-gain", "-1"], "--min-gain"),
+        (["plan", "x", "--min-gain", "inf"], "--min-gain"),
+        (["plan", "x", "--min-gain", "nan"], "--min-gain"),
+        (["convert", "x", "-o", "y", "--min-gain", "nan"], "--min-gain"),
         (["plan", "x", "--frob"], "--frob"),
     ],
 )
@@ -123,26 +127,6 @@ def test_our_own_faults_keep_their_traceback(fake_command: ModuleType) -> None:
 
     fake_command.fake = fake
     assert isinstance(run("fake").exception, AssertionError)
-
-
-def test_a_reader_that_leaves_is_no_error() -> None:
-    code = (
-        "import sys, types\nfrom fp8patch import cli\nimport typer\n"
-        "module = types.ModuleType('fp8patch.cli.fake')\n"
-        "module.fake = lambda: [typer.echo('x' * 100) for _ in range(100000)]\n"
-        "sys.modules['fp8patch.cli.fake'] = module\ncli.COMMANDS['fake'] = 'x'\n"
-        "sys.argv[1:] = ['fake']\ncli.main()"
-    )
-    child = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert child.stdout is not None
-    assert child.stderr is not None
-    child.stdout.readline()
-    child.stdout.close()
-    assert child.stderr.read() == b""
-    child.stderr.close()
-    child.wait()
 
 
 # -- fp8patch plan ----------------------------------------------------------------------------
@@ -265,8 +249,40 @@ def test_nothing_to_gain_is_said(tmp_path: Path) -> None:
     config.architectures = ["GPT2LMHeadModel"]
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     result = run("plan", tmp_path)
-    assert "No GEMM would run in FP8. --min-gain 0 converts" in result.stdout
+    lines = result.stdout.splitlines()
+    assert lines[-2] == "No GEMM would run in FP8."
+    assert lines[-1].startswith("`fp8patch convert` and the Python API convert what is predicted")
+    (slower,) = (line for line in lines if line.startswith("slower"))
+    assert slower == "slower (8): predicted below --min-gain 1; --min-gain 0 converts them"
     assert "x2" in run("plan", tmp_path, "--min-gain", "0").stdout
+    # Its own min_gain is that of convert too.
+    (tmp_path / "mine.yaml").write_text("min_gain: 1\n")
+    assert "Python API" not in run("plan", tmp_path, "-r", tmp_path / "mine.yaml").stdout
+
+
+def test_the_foot_says_nothing_that_is_in_the_table(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**{**LLAMA, "intermediate_size": 8200, "vocab_size": 96})
+    config.architectures = ["LlamaForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    lines = run("plan", tmp_path).stdout.splitlines()
+    (line,) = (line for line in lines if line.startswith("misaligned"))
+    assert line.startswith("misaligned (48): ")
+    assert "8200" not in line
+    assert "misaligned: pad" in line
+
+
+def test_a_config_that_builds_nothing(tmp_path: Path) -> None:
+    values = {**LLAMA, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps({**values, "num_hidden_layers": -1}))
+    result = run("plan", tmp_path)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "num_hidden_layers is -1. A model has 0 or more." in result.stderr
+    config = transformers.SiglipVisionConfig(num_hidden_layers=2).to_dict()
+    config |= {"architectures": ["ResNetModel"], "model_type": "resnet", "depths": [1, 1, 1, 1]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run("plan", tmp_path)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "nothing to plan: the ResNetModel that this config builds has" in result.stderr
 
 
 def test_70b_in_15_seconds_and_one_and_a_half_gigabytes(tmp_path: Path) -> None:
@@ -288,6 +304,26 @@ def test_70b_in_15_seconds_and_one_and_a_half_gigabytes(tmp_path: Path) -> None:
     assert "In FP8: 560 of 561 GEMM modules, 97.0% of the parameters" in done.stdout
     assert seconds < 15
     assert kilobytes < 1.5e6
+
+
+def test_no_color_is_no_bold_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, styled in (("", True), ("1", False)):
+        monkeypatch.setenv("NO_COLOR", value)
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm-256color")
+        for make in (output.console, output.progress_console):
+            screen = make()
+            screen.file = io.StringIO()
+            screen.print("[bold]b[/] [dim]d[/] [green]g[/]")
+            assert ("\x1b" in screen.file.getvalue()) is styled
+
+
+def test_json_has_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:
+    inf, nan = float("inf"), float("nan")
+    output.print_json({"a": inf, "b": [nan, (1.5, -inf)], "c": {"d": nan, "e": True}})
+    text = capsys.readouterr().out
+    assert json.loads(text) == {"a": None, "b": [None, [1.5, None]], "c": {"d": None, "e": True}}
+    assert "Infinity" not in text
 
 
 def test_numbers_for_people() -> None:

@@ -10,9 +10,10 @@ The module is imported when its command runs. `fp8patch --help` reads only the t
 answers at once; a command's module imports torch inside its function for the same reason.
 
 Exit codes: 0 done, 1 something that the user can put right (one line on stderr), 2 wrong usage,
-130 interrupted.
+130 interrupted, 141 the reader of the output has left (`| head`), as a shell says it of SIGPIPE.
 """
 
+import difflib
 import importlib
 import logging
 import os
@@ -35,6 +36,8 @@ COMMANDS: dict[str, str] = {
     "revert": "Write the plain checkpoint again.",
 }
 
+_READER_LEFT = 141
+
 
 class _Commands(TyperGroup):
     """The table above as a command group."""
@@ -51,14 +54,40 @@ class _Commands(TyperGroup):
         single.command(cmd_name, **getattr(module, "SETTINGS", {}))(getattr(module, cmd_name))
         return typer.main.get_command(single)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        # typer suggests too, of commands that it has been told of in advance.
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            close = difflib.get_close_matches(args[0], COMMANDS, n=1, cutoff=0.5)
+            hint = f"Did you mean {close[0]!r}?" if close else f"Commands: {', '.join(COMMANDS)}."
+            ctx.fail(f"No such command {args[0]!r}. {hint}")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().make_context(*args, **options)
+        except BrokenPipeError:  # of --help and --version
+            _drop_output()
+            raise typer.Exit(_READER_LEFT) from None
+
     def invoke(self, ctx: Any) -> Any:
         # Not `except Exception`: a fault of ours keeps its traceback, and typer.Exit its way out.
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            _flush()
+            return result
+        except BrokenPipeError:
+            _drop_output()
+            raise typer.Exit(_READER_LEFT) from None
+        except typer.Exit:  # whose code says more than that nobody reads the rest
+            try:
+                _flush()
+            except BrokenPipeError:
+                _drop_output()
+            raise
         except Fp8PatchError as error:
             typer.echo(f"fp8patch: error: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(1) from None
@@ -101,12 +130,21 @@ def _quiet_others() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def _flush() -> None:
+    """What is still in the buffer would fail as Python exits, with a code of its own."""
+    if sys.stdout is not None:  # closed by whoever started us
+        sys.stdout.flush()
+
+
+def _drop_output() -> None:
+    """Nobody reads stdout any more: what is left of it goes nowhere, also as Python exits."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (AttributeError, OSError, ValueError):  # no file of its own, as under a test
+        return
+
+
 def main() -> None:
     """Run the command line of this process and exit."""
     _quiet_others()
-    try:
-        app(prog_name="fp8patch")
-    except BrokenPipeError:
-        # The reader (`| head`) has what it wanted. Python would flush stdout again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
+    app(prog_name="fp8patch")

@@ -143,10 +143,11 @@ def _bytes(count: int) -> str:
 @contextmanager
 def _progress() -> Iterator["Progress"]:
     """Bars on stderr, one a stage; nothing where stderr is no terminal."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    screen = Console(stderr=True)
+    from fp8patch.cli.output import progress_console
+
+    screen = progress_console()
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

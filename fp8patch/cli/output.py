@@ -1,28 +1,56 @@
 """How commands print: tables that fit a terminal, and whole lines where there is none."""
 
 import json
+import math
+import os
 from typing import IO, Any
 
 import typer
 from rich.console import Console
 
-__all__ = ["console", "count", "percent", "print_json"]
+__all__ = ["console", "count", "percent", "print_json", "progress_console"]
 
 # Nothing is cut or wrapped where nobody looks at a screen: a pipe, a file, a CI log.
 _PIPE_WIDTH = 10_000
 
 
+class _Console(Console):
+    """One whose reader may leave: rich would exit with 1, and the command line says 141."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def console(file: IO[str] | None = None, *, width: int | None = None) -> Console:
     """A console for results: stdout, in the terminal's width and colours if it is one."""
-    screen = Console(file=file, highlight=False, soft_wrap=False, width=width)
+    screen = _make(file=file, width=width)
     if width is None and not screen.is_terminal:
-        screen = Console(file=file, highlight=False, soft_wrap=False, width=_PIPE_WIDTH)
+        screen = _make(file=file, width=_PIPE_WIDTH)
     return screen
 
 
+def progress_console() -> Console:
+    """A console for progress: stderr."""
+    return _make(stderr=True)
+
+
+def _make(**options: Any) -> Console:
+    # rich drops colours for NO_COLOR, and keeps bold and dim. Who asks for none means plain text.
+    system = None if os.environ.get("NO_COLOR") else "auto"
+    return _Console(color_system=system, highlight=False, soft_wrap=False, **options)  # type: ignore[arg-type]
+
+
 def print_json(values: dict[str, Any]) -> None:
-    """`values` on stdout, and nothing else."""
-    typer.echo(json.dumps(values, indent=2))
+    """`values` on stdout, and nothing else; null for inf and nan, which JSON does not have."""
+    typer.echo(json.dumps(_finite(values), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def percent(share: float) -> str:

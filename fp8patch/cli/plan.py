@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fp8patch.cli.options import GpuName, Include, Only, RecipeName, Skip, Tokens
+from fp8patch.cli.options import GpuName, Include, Only, RecipeName, Skip, Tokens, finite
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +30,11 @@ def plan(
     gpu: GpuName = "auto",
     min_gain: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Skip layers predicted below it.  [default: recipe's, else 1]"),
+        typer.Option(
+            min=0.0,
+            callback=finite,
+            help="Skip layers predicted below it.  [default: recipe's, else 1]",
+        ),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="One row a module, not a block.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The whole plan as JSON.")] = False,
@@ -39,6 +43,7 @@ def plan(
 
     Patterns are globs over module paths, such as "*.mlp.*"; "model.layers.0" is all of block 0.
     """
+    from fp8patch.errors import PlanError
     from fp8patch.recipe import Recipe
     from fp8patch.roofline import resolve_gpu
 
@@ -65,6 +70,11 @@ def plan(
         min_gain=min_gain,
         meta=True,
     )
+    if not made.decisions:
+        raise PlanError(
+            f"{model}: nothing to plan: the {made.model} that this config builds has "
+            f"{made.params} parameters, and no Linear, Conv1D, norm or expert. Check its sizes."
+        )
     label = "an unknown GPU: no gain predicted" if figures is None else figures.label
 
     from fp8patch.cli import output
@@ -163,10 +173,22 @@ def _decision(decision: "Decision") -> str:
 
 
 def _reasons(plan: "Plan") -> list[tuple[str, str, int]]:
-    """Each sentence on a skip once, with the number of modules that it is said of."""
-    times = Counter((d.code, d.reason) for d in plan.decisions if d.action == "skip")
-    # "slower: 0.78x" behind the code "slower" would say it twice.
-    return [(code, text.removeprefix(f"{code}: "), n) for (code, text), n in times.items()]
+    """Each sentence on a skip once, with the number of modules that it is said of.
+
+    What a row of the table shows (its sizes, its gain) is not said again below it.
+    """
+    times = Counter((d.code, _below(d, plan)) for d in plan.decisions if d.action == "skip")
+    return [(code, text, n) for (code, text), n in times.items()]
+
+
+def _below(decision: "Decision", plan: "Plan") -> str:
+    from fp8patch.plan_types import CODES
+
+    if decision.code == "slower":
+        return f"predicted below --min-gain {plan.min_gain:g}; --min-gain 0 converts them"
+    if decision.code == "misaligned":
+        return f'{CODES["misaligned"]}: N and K in multiples of 16; "misaligned: pad" pads them'
+    return decision.reason
 
 
 def _foot(plan: "Plan") -> list[str]:
@@ -174,10 +196,13 @@ def _foot(plan: "Plan") -> list[str]:
 
     total = plan.summary()
     if not total["converted_gemms"]:
-        slow = " --min-gain 0 converts what is predicted to be slower." * (
-            "slower" in total["codes"]
-        )
-        return [f"\n[bold]No GEMM would run in FP8.[/]{slow}"]
+        lines = ["\n[bold]No GEMM would run in FP8.[/]"]
+        if "slower" in total["codes"] and plan.recipe.min_gain is None:
+            lines.append(
+                "`fp8patch convert` and the Python API convert what is predicted to be slower "
+                "all the same: there min_gain is 0, unless --min-gain (min_gain=) says otherwise."
+            )
+        return lines
     lines = [
         f"\n[bold]In FP8: {total['converted_gemms']} of {total['gemms']} GEMM modules, "
         f"{percent(total['param_share'])} of the parameters, "

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fp8patch.checkpoint_files import Progress as Callback
+from fp8patch.cli.output import progress_console
 
 __all__ = ["progress_bar"]
 
@@ -16,7 +16,7 @@ _TITLES = {"copy": "copying files", "weights": "weight scales", "calibrate": "ca
 @contextmanager
 def progress_bar() -> Iterator[Callback]:
     """A callback for `convert_directory`: a bar a stage. It draws nothing unless on a terminal."""
-    console = Console(stderr=True)
+    console = progress_console()
     bar = Progress(
         TextColumn("{task.description:<14}"),
         BarColumn(),
