@@ -124,8 +124,8 @@ def _say_fp8(values: dict[str, Any]) -> None:
         )
     if cover["fp8_calls"] and cover["not_counted"]:
         messages.note(
-            f"not in these figures, as it is never called: {_few(cover['not_counted'])} (what reads "
-            "its weight is not seen)."
+            f"not in these figures, as it is never called: {_few(cover['not_counted'])} "
+            "(what reads its weight is not seen)."
         )
     idle = cover["never_ran"]
     if idle:
