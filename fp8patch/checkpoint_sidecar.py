@@ -268,7 +268,7 @@ def read_sidecar(directory: str | Path, *, index: int = 0) -> Sidecar:
         return _sidecar(path, json_object(_read_text(path)))
     except KeyError as error:
         raise _corrupt(path, f"{error.args[0]!r} is missing") from None
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
         raise _corrupt(path, str(error)) from None
 
 

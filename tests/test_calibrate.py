@@ -146,7 +146,7 @@ def test_without_fp8_hardware_it_says_that_fp8_is_emulated(tmp_path: Path, texts
     assert result.stderr == ""
     result = run(*arguments, "--force", "--fp8")
     assert result.exit_code == 1
-    assert "backend='fp8' was asked for" in result.stderr
+    assert "backend='fp8' (--fp8) was asked for" in result.stderr
     result = run(*arguments, "--emulate", "--fp8")
     assert result.exit_code == 2
 

@@ -58,6 +58,21 @@ def test_a_reader_that_leaves(body: str, code: int) -> None:
     assert (done.returncode, done.stderr) == (code, "")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("write", ["print('x')", "print('x', flush=True)"])
+def test_a_full_disk_under_the_output(write: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", FAKE.format(body=write)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    line = "fp8patch: error: the output cannot be written: the disk is full.\n"
+    assert (done.returncode, done.stderr) == (1, line)
+
+
 @pytest.mark.parametrize("args", [["--help"], ["--version"], ["plan", "--help"]])
 def test_help_that_nobody_reads(args: list[str]) -> None:
     done = run_unread(*args)

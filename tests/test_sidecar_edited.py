@@ -168,6 +168,13 @@ def test_json_that_python_refuses(saved: Path, text: str, message: str) -> None:
     assert message in refusal(saved)
 
 
+def test_every_depth_of_nesting(saved: Path) -> None:
+    # One that can just be read may be too deep to be written into a message.
+    for depth in range(600, 1000, 3):
+        (saved / SIDECAR).write_text('{"format_version": ' + "[" * depth + "]" * depth + "}")
+        refusal(saved)
+
+
 # -- the state ------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ Exit codes: 0 done, 1 something that the user can put right (one line on stderr)
 """
 
 import difflib
+import errno
 import importlib
 import logging
 import os
@@ -82,6 +83,12 @@ class _Commands(TyperGroup):
         except BrokenPipeError:
             _drop_output()
             raise typer.Exit(_READER_LEFT) from None
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            _drop_output()
+            typer.echo("fp8patch: error: the output cannot be written: the disk is full.", err=True)
+            raise typer.Exit(1) from None
         except typer.Exit:  # whose code says more than that nobody reads the rest
             try:
                 _flush()
