@@ -20,7 +20,7 @@ from fp8patch.messages import one_line
 __all__ = ["model_from_config", "read_config"]
 
 _PROBE_SECONDS = 3.0
-# More than any config has: the largest on the hub list some ten thousand labels.
+# More than any config has, long lists of labels included.
 _MOST_BYTES = 8 << 20
 
 
