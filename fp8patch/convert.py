@@ -125,7 +125,8 @@ def refuse_unsupported(model: nn.Module) -> None:
     if isinstance(model, nn.DataParallel):
         raise ConversionError(
             "the model is wrapped in nn.DataParallel, whose replicas share one set of scales "
-            "across threads. Use DistributedDataParallel, one process a GPU."
+            "across threads. Use DistributedDataParallel, one process a GPU: `--nproc N` of "
+            "`fp8patch train`, or torchrun."
         )
     if is_converted(model):
         raise ConversionError(

@@ -57,6 +57,8 @@ class RootCall:
     root: nn.Module
     previous: Region
     training: bool
+    # Python frames below it. A call that runs has deeper ones above it only.
+    depth: int = 0
     contexts: list[AbstractContextManager[Any]] = field(default_factory=list)
 
     def close(self) -> None:

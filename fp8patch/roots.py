@@ -56,6 +56,7 @@ def unwatch_root(root: nn.Module) -> None:
 def enter_root(root: Any, args: Any) -> None:
     """Forward pre-hook of a converted root."""
     close_abandoned()
+    depth = _drop_interrupted()
     region = active()
     bank: Bank = root._fp8_bank
     if region is None:
@@ -74,7 +75,7 @@ def enter_root(root: Any, args: Any) -> None:
         training = torch.is_grad_enabled()
         if training or state.trained:
             new_entry(training)
-    call = RootCall(root, region, training)
+    call = RootCall(root, region, training, depth)
     if not region.reopened:
         bank.enter(state.entry, training, region.group)
         if "torch._dynamo" in sys.modules and not bank.all_bound:
@@ -83,6 +84,22 @@ def enter_root(root: Any, args: Any) -> None:
             call.contexts = _observing(bank)
     state.roots.append(call)
     set_region(dataclasses.replace(region, training=training))
+
+
+def _drop_interrupted() -> int:
+    """Forget calls that ended without their hook (none is run for a KeyboardInterrupt).
+
+    Returns how many Python frames there are.
+    """
+    depth, frame = 0, sys._getframe()
+    while frame is not None:
+        depth, frame = depth + 1, frame.f_back  # type: ignore[assignment]
+    if state.region is None or not state.region.reopened:
+        while state.roots and state.roots[-1].depth >= depth:
+            call = state.roots.pop()
+            call.close()
+            set_region(call.previous)
+    return depth
 
 
 def _bind_compiled(root: nn.Module, bank: Bank, training: bool) -> None:

@@ -183,3 +183,29 @@ def test_modules_that_never_run_are_reported(capsys: pytest.CaptureFixture[str])
     assert "1 of 2" in lines[0]
     assert ": read." in lines[0]
     assert moved(before, model) == set(before)
+
+
+def test_an_interrupt_inside_a_block_that_goes_on() -> None:
+    """No hook runs for a KeyboardInterrupt: the call it ended must not pass for the outermost."""
+    model = fp8patch.convert_model(blocks())
+    optimizer = sgd(model)
+    x = noise(7, WIDTH)
+
+    def press(module: nn.Module, args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with fp8():
+        for round_ in range(4):
+            if round_ == 1:
+                handle = model.layers[1].register_forward_pre_hook(press)
+                with pytest.raises(KeyboardInterrupt):
+                    model(x)
+                handle.remove()
+            model(x * 10.0**round_).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not roots.inside_root()
+    # Inputs grew tenfold each time: scales that had stood still would be a hundred times too large.
+    input_slot = model.layers[0].up._fp8_input_slot
+    assert float(input_slot.scale) < 448
+    assert len(model._fp8_bank.read("layers.0.up", 1).history) == 3
