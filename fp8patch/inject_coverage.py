@@ -186,7 +186,7 @@ def _saw(module: Any, args: Any, kwargs: Any, output: Any) -> None:
 def _ran(module: Any, input: Tensor) -> dict[str, bool]:
     """Which GEMMs of the call that has just returned are in FP8: the module's own rule, again."""
     from fp8patch import regions
-    from fp8patch.modules.base import find_obstacle
+    from fp8patch.modules.obstacles import find_obstacle
 
     region = regions.active()
     none = {"fprop": False, "dgrad": False, "wgrad": False}
