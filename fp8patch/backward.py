@@ -70,5 +70,5 @@ def _reopen(bank: "weakref.ref[Bank]", region: Region, grad: Tensor) -> None:
 def _finish_backward(previous: Region | None) -> None:
     set_region(previous)
     for bank in list(state.in_backward):
-        bank.saw_backward()
+        bank.clock.saw_backward()
     state.in_backward.clear()

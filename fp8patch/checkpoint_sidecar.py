@@ -81,8 +81,13 @@ class BankMeta:
 
     @classmethod
     def flags(cls) -> tuple[str, ...]:
-        """Names of the fields that are true or false, which a Bank has too."""
+        """Names of the fields that are true or false."""
         return tuple(item.name for item in fields(cls) if item.type is bool)
+
+    @classmethod
+    def clock_flags(cls) -> tuple[str, ...]:
+        """Those of them that a bank's `StepClock` has too."""
+        return tuple(name for name in cls.flags() if name != "observed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

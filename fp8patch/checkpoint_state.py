@@ -140,7 +140,8 @@ def _write(converted: Converted, directory: str | Path, index: int) -> None:
         BankMeta(
             siblings=bank.siblings,
             low_precision_norms=tuple(sorted(bank.low_precision_norms)),
-            **{name: getattr(bank, name) for name in BankMeta.flags()},
+            observed=bank.observed,
+            **{name: getattr(bank.clock, name) for name in BankMeta.clock_flags()},
         ),
         dict(bank.state()),
         {path: value for path, value in prints.items() if value is not None},
@@ -229,8 +230,9 @@ def restore(converted: Converted, sidecar: Sidecar) -> None:
     bank.siblings = {p: leader for p, leader in siblings.items() if {p, leader} <= ours}
     bank.low_precision_norms = set(meta.low_precision_norms) & set(bank.norms)
     bank.observation = None
-    for name in BankMeta.flags():
-        setattr(bank, name, getattr(meta, name))
+    bank.observed = meta.observed
+    for name in BankMeta.clock_flags():
+        setattr(bank.clock, name, getattr(meta, name))
     bank.restore(
         {
             (path, role): state

@@ -269,7 +269,7 @@ class Run:
             inject_sidecar.restore(inner)
             bank = vars(inner)["_fp8_bank"]
             # Or else each micro-batch of the first step would count as a step.
-            bank.optimizer_seen = bank.optimizer_seen or has_optimizer(module)
+            bank.clock.optimizer_seen |= has_optimizer(module)
             self._banks.append(bank)
             self._decided.update(inner.modules())
             self.record.coverage.watch(inner, plan)

@@ -1,13 +1,12 @@
 """The bank: all slots of one converted model, and when they move.
 
-Everything moves once per optimizer step, at the first training forward after it: pending amax roll
-into the history, scales are set, stale weights are quantised again. Micro-batches, several forwards
-before a backward, recomputation and an evaluation in between therefore see the same scales.
-
-What counts as a step: a `torch.optim` optimizer that owns one of the model's parameters has stepped
-(a global post-hook says so). Where none ever did, any finished backward counts.
+Everything moves once per optimizer step (steps.py), at the first training forward after it:
+pending amax roll into the history, scales are set, stale weights are quantised again. All
+micro-batches, several forwards before a backward, recomputation and an evaluation in between
+therefore see the same scales.
 """
 
+import dataclasses
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -21,6 +20,7 @@ from fp8patch.observation import Observation
 from fp8patch.ops.quantize import preserved_version
 from fp8patch.recipe import Recipe
 from fp8patch.slots import GRAD_OUTPUT, INPUT, NEVER_SET, ROLES, WEIGHT, Slots, SlotState
+from fp8patch.steps import StepClock
 
 _banks: "weakref.WeakSet[Bank]" = weakref.WeakSet()
 _hooked = False
@@ -52,13 +52,7 @@ class Bank:
         # Modules whose weight was observed since the last update: once is enough.
         self.weights_seen: set[str] = set()
         self.observed = False
-        self.stepped = False
-        self.optimizer_seen = False
-        self.backward_finished = False
-        # Backward passes since the last optimizer step, and in the one before it.
-        self.backwards, self.backwards_a_step = 0, 1
-        # A copy: whatever optimizer the original has, it is none of ours.
-        self.copied = False
+        self.clock = StepClock()
         self._reset()
 
     def _reset(self) -> None:
@@ -85,9 +79,8 @@ class Bank:
 
     def __getstate__(self) -> dict[str, Any]:
         keep = ("recipe", "paths", "norms", "siblings", "low_precision_norms", "observed")
-        flags = ("stepped", "optimizer_seen", "backward_finished", "weights_seen")
-        counts = ("backwards", "backwards_a_step", "copied")
-        state = {name: getattr(self, name) for name in (*keep, *flags, *counts)}
+        state = {name: getattr(self, name) for name in (*keep, "weights_seen")}
+        state["clock"] = dataclasses.replace(self.clock, copied=True)
         return {**state, "slots": dict(self.state())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -95,7 +88,6 @@ class Bank:
         self.__dict__.update(state)
         self._reset()
         self._saved = dict(saved)
-        self.copied = True
 
     # -- modules and their slots ----------------------------------------------------------------
 
@@ -248,7 +240,7 @@ class Bank:
 
     def settle(self) -> None:
         """Act on the first step if it is over: the next update would, a save can't wait for it."""
-        if self.observation is not None and self.due:
+        if self.observation is not None and self.clock.due:
             self._finish_observation(self.observation)
 
     # -- steps ----------------------------------------------------------------------------------
@@ -263,30 +255,14 @@ class Bank:
         if not ours:
             ours = any(id(p) in owned for part in list(self._parts) for p in part.parameters())
         if ours:
-            self.stepped = self.optimizer_seen = True
-            self.backwards_a_step, self.backwards, self.copied = max(self.backwards, 1), 0, False
-
-    def saw_backward(self) -> None:
-        """A backward through these modules has finished."""
-        self.backward_finished = True
-        self.backwards += 1
-
-    @property
-    def due(self) -> bool:
-        """Has a step passed since the last update?"""
-        # Until a copy meets its optimizer, a step is as many backward passes as the original's
-        # were: it may be trained without any, and its scales must not stand still for that.
-        unseen = not self.optimizer_seen or (
-            self.copied and self.backwards >= self.backwards_a_step
-        )
-        return self.stepped or (self.backward_finished and unseen)
+            self.clock.saw_step()
 
     def enter(self, entry: int, training: bool, group: Any = None) -> None:
         """An outermost forward begins (`entry` numbers them): move if a step has passed."""
         if self.entry == entry:
             return
         self.entry = entry
-        if training and self.due and (group is not None or not self.collective):
+        if training and self.clock.due and (group is not None or not self.collective):
             self.update(group)
         if training and not self.observed and self.observation is None:
             self.observation = Observation()
@@ -305,8 +281,7 @@ class Bank:
             slots.update()
         self._roll_saved()
         self.weights_seen.clear()
-        self.stepped = self.backward_finished = False
-        self.backwards = 0
+        self.clock.updated()
 
     def _roll_saved(self) -> None:
         """Update what is no module's yet: after a copy, a module is bound at its first use."""

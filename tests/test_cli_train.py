@@ -330,5 +330,6 @@ def test_spawned_children_are_armed_and_others_are_not(tmp_path: Path) -> None:
     script = bench.script(SPAWNS)
     done = bench.run(*bench.train("--emulate", script))
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split()) == ["0", "1"]
+    # The two may write their lines into one another.
+    assert sorted("".join(done.stdout.split())) == ["0", "1"]
     assert len(bench.armed) == 3

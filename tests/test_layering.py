@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "numerics.py",
         "roofline.py",
         "compiler.py",
+        "steps.py",
         "train_options.py",
     ),
     ("ops/*",),

@@ -19,7 +19,7 @@ def pack_state(module: Any) -> Tensor:
     FP64 holds every FP32 and every count up to 2^53 exactly.
     """
     bank: Bank = module._fp8_bank
-    values = [float(bank.due)]
+    values = [float(bank.clock.due)]
     for role in (INPUT, WEIGHT, GRAD_OUTPUT):
         path = module._fp8_path
         state = bank.read(bank.siblings.get(path, path) if role == INPUT else path, role)
@@ -36,7 +36,7 @@ def unpack_state(module: Any, packed: Tensor) -> None:
     """
     bank: Bank = module._fp8_bank
     values = _checked(packed, module._fp8_path)
-    bank.stepped = bool(values[0])
+    bank.clock.stepped = bool(values[0])
     # The scales that follow are those of the weight that was loaded with them.
     module._fp8_weight_state.replaced = False
     at = 1

@@ -91,14 +91,14 @@ def report_obstacle(obstacle: str, module: Any, input: Tensor, region: regions.R
         lacks = "this GPU has no FP8 GEMM with one scale a row (that needs compute capability 9.0)"
         if region.strict:
             raise HardwareError(
-                f"{path}: backend='fp8' (--fp8) was asked for with a rowwise recipe, but {lacks}. Convert "
+                f"{path}: backend='fp8' was asked for with a rowwise recipe, but {lacks}. Convert "
                 "with the recipe 'delayed' or 'current', or use backend='emulate'."
             )
         messages.once("no rowwise", f"FP8 is off: {lacks}; 'delayed' and 'current' run here.")
     elif obstacle == "device":
         if region.strict:
             raise HardwareError(
-                f"{path}: backend='fp8' (--fp8) was asked for, but the module is on {input.device}. Move "
+                f"{path}: backend='fp8' was asked for, but the module is on {input.device}. Move "
                 "the model to a CUDA device, or use backend='emulate'."
             )
         messages.once(
