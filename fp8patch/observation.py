@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fp8patch.compiler import skip_frame
+
 # Reading one of these off a tensor does not consume its values.
 _METADATA = frozenset(
     {"shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "grad_fn", "is_leaf"}
@@ -133,6 +135,10 @@ class WatchReaders(TorchFunctionMode):
             name = "size" if owner in _METADATA else owner
         self._observation.saw_function(name, args, kwargs)
         return func(*args, **kwargs)
+
+
+# Compiled once, it would serve one attribute's getter for another's (`.device` gave a shape).
+skip_frame(WatchReaders.__torch_function__)
 
 
 def _tensors(*values: Any) -> list[Tensor]:

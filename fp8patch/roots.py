@@ -157,7 +157,7 @@ def enter_module(bank: Bank, region: Region) -> bool:
     if region.reopened:
         return True
     training = torch.is_grad_enabled() if region.training is None else region.training
-    if training and not state.roots and bank.clock.due:
+    if training and not state.roots and bank.due:
         new_entry(training)
     bank.enter(state.entry, training, region.group)
     if region.calibrating:

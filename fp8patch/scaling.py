@@ -63,6 +63,8 @@ class Bank:
         self._home: dict[str, torch.device] = {}
         self._saved: dict[tuple[str, int], SlotState] = {}
         self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._met_optimizer = False
         self.observation: Observation | None = None
         # The last outermost entry (regions.py) that was seen; weights are checked once an entry.
         self.entry = -1
@@ -240,7 +242,7 @@ class Bank:
 
     def settle(self) -> None:
         """Act on the first step if it is over: the next update would, a save can't wait for it."""
-        if self.observation is not None and self.clock.due:
+        if self.observation is not None and self.due:
             self._finish_observation(self.observation)
 
     # -- steps ----------------------------------------------------------------------------------
@@ -255,14 +257,22 @@ class Bank:
         if not ours:
             ours = any(id(p) in owned for part in list(self._parts) for p in part.parameters())
         if ours:
+            self._optimizers.add(optimizer)
+            self._met_optimizer = True
             self.clock.saw_step()
+
+    @property
+    def due(self) -> bool:
+        """Has a step passed since the last update?"""
+        self.clock.orphaned = self._met_optimizer and not self._optimizers
+        return self.clock.due
 
     def enter(self, entry: int, training: bool, group: Any = None) -> None:
         """An outermost forward begins (`entry` numbers them): move if a step has passed."""
         if self.entry == entry:
             return
         self.entry = entry
-        if training and self.clock.due and (group is not None or not self.collective):
+        if training and self.due and (group is not None or not self.collective):
             self.update(group)
         if training and not self.observed and self.observation is None:
             self.observation = Observation()

@@ -15,6 +15,7 @@ class StepClock:
     optimizer_seen: One has stepped at some time, so backward passes alone mean nothing.
     backwards, backwards_a_step: Backward passes since the last step, and in the step before it.
     copied: These are a copy's: whatever optimizer the original has, it is none of ours.
+    orphaned: The optimizers that stepped are gone.
     """
 
     stepped: bool = False
@@ -23,6 +24,7 @@ class StepClock:
     backwards: int = 0
     backwards_a_step: int = 1
     copied: bool = False
+    orphaned: bool = False
 
     def saw_step(self) -> None:
         """Our optimizer has stepped."""
@@ -37,11 +39,11 @@ class StepClock:
     @property
     def due(self) -> bool:
         """Has a step passed since the last update?"""
-        # Until a copy meets its optimizer, a step is as many backward passes as the original's
-        # were: it may be trained without any, and its scales must not stand still for that.
-        unseen = not self.optimizer_seen or (
-            self.copied and self.backwards >= self.backwards_a_step
-        )
+        # Until a copy meets its optimizer (or a model its next one), a step is as many backward
+        # passes as it was before: it may be trained without any, and the scales must not stand
+        # still for that.
+        alone = self.copied or self.orphaned
+        unseen = not self.optimizer_seen or (alone and self.backwards >= self.backwards_a_step)
         return self.stepped or (self.backward_finished and unseen)
 
     def updated(self) -> None:

@@ -105,7 +105,7 @@ def outcome(model: Any, losses: list[float]) -> dict[str, Any]:
         "siblings": dict(bank.siblings),
         "norms": sorted(bank.low_precision_norms),
         "observed": bank.observed,
-        "due": bank.clock.due,
+        "due": bank.due,
     }
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     return {"losses": losses, "weights": weights, "state": state, "notes": notes}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -215,3 +216,29 @@ def test_a_whole_model_compiled_by_its_owner(in_place: bool) -> None:
 def test_the_compiler_is_not_imported_for_nothing() -> None:
     code = "import fp8patch.convert, fp8patch.amp, sys; assert 'torch._dynamo' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_hugging_face_model_compiled_by_its_owner() -> None:
+    """Its forward reads attributes of tensors, which the first step's watch must hand through."""
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        use_cache=False,
+    )
+    model = fp8patch.convert_model(transformers.LlamaForCausalLM(config))
+    compiled = torch.compile(model, backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.arange(26).reshape(2, 13)
+    losses = []
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16), fp8patch.autocast(backend="emulate"):
+            loss = compiled(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[2] < losses[0]
+    assert model._fp8_bank.siblings

@@ -1,5 +1,6 @@
 """Parts of a model on their own: reverted, parametrized, pickled into another process, reloaded."""
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -128,3 +129,41 @@ def test_tiny_gradients_are_not_floored_away() -> None:
     expected = grad @ model[0].weight.detach() * 1e-24
     assert x.grad is not None
     assert numerics.sqnr(expected.double() * 1e24, x.grad.double() * 1e24) > 20
+
+
+def test_a_frozen_weight_that_an_adapter_was_merged_into() -> None:
+    """`.data +=`, as PEFT does it, on weights that no optimizer owns: nothing says so."""
+    model = fp8patch.convert_model(blocks())
+    optimizer = sgd(model)
+    for _ in range(2):
+        step(model, X, optimizer)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        parameter.data += 5 * parameter.data
+    with torch.no_grad(), fp8():
+        model(X)
+    for module in (model.layers[0].up, model.layers[1].down):
+        q = module._fp8_weight_q
+        stored = numerics.dequantize(q.rows, q.scale_inv)
+        assert numerics.sqnr(module.weight, stored) > 28
+
+
+def test_scales_move_on_when_the_optimizer_is_gone() -> None:
+    model = fp8patch.convert_model(blocks())
+    optimizer = sgd(model)
+    for _ in range(3):
+        step(model, X, optimizer)
+    del optimizer
+    gc.collect()  # an optimizer is part of a cycle
+    seen = set()
+    for i in range(6):
+        with fp8():
+            y = model(X * (1 + i))
+        y.square().mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad, alpha=0.01)
+                parameter.grad = None
+        seen.add(float(model.layers[0].up._fp8_input_slot.scale))
+    assert len(seen) >= 5

@@ -19,7 +19,7 @@ def pack_state(module: Any) -> Tensor:
     FP64 holds every FP32 and every count up to 2^53 exactly.
     """
     bank: Bank = module._fp8_bank
-    values = [float(bank.clock.due)]
+    values = [float(bank.due)]
     for role in (INPUT, WEIGHT, GRAD_OUTPUT):
         path = module._fp8_path
         state = bank.read(bank.siblings.get(path, path) if role == INPUT else path, role)

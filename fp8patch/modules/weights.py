@@ -17,7 +17,7 @@ from fp8patch.modules.gemms import Quantized, cast
 from fp8patch.ops.quantize import ALIGNMENT
 from fp8patch.recipe import Recipe
 from fp8patch.scaling import Bank
-from fp8patch.slots import NEVER_SET, WEIGHT, limit
+from fp8patch.slots import WEIGHT, Slot, limit
 
 
 @dataclass(slots=True)
@@ -119,8 +119,7 @@ def _forget_if_clipping(module: Any, weight: Tensor) -> None:
     if bank.recipe.scaling != "delayed":
         return
     if float(numerics.amax(weight.detach()) * module._fp8_weight_slot.scale) > 2 * largest:
-        bank.write(module._fp8_path, WEIGHT, NEVER_SET)
-        bank.weights_seen.discard(module._fp8_path)
+        bank.forget(module._fp8_path)
         module._fp8_weight_state.unseen = True
 
 
@@ -132,6 +131,17 @@ def _is_watched(module: Any) -> bool:
     return owner is not None and owner() is not None and bool(module.weight.requires_grad)
 
 
+def _scale_that_fits(rows: Tensor, scale: Tensor, largest: float) -> Tensor:
+    """The delayed scale, or the live one where a weight that nobody watches has outgrown it.
+
+    Only where it did so by far: a resumed run, whose optimizer has yet to be met, has to clip as
+    the original did. Decided on the device, without a sync.
+    """
+    amax = numerics.amax(rows)
+    fits = (scale > 0) & (amax * scale <= 2 * largest)
+    return torch.where(fits, scale, numerics.scale_from_amax(amax, largest))
+
+
 # Tensors born under inference_mode could not be saved for a later backward.
 @torch.inference_mode(False)
 @torch.no_grad()
@@ -141,13 +151,18 @@ def _quantize_weight(module: Any, weight: Tensor, observe: bool, calibrating: bo
     missing = -rows.shape[0] % ALIGNMENT
     if missing:
         rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
+    slot: Slot = module._fp8_weight_slot
+    if recipe.scaling == "delayed" and not _is_watched(module):
+        slot = slot._replace(scale=_scale_that_fits(rows, slot.scale, limit(recipe, WEIGHT)))
     new = cast(
         rows,
-        module._fp8_weight_slot,
+        slot,
         limit(recipe, WEIGHT),
         e5m2=False,
         rowwise=recipe.scaling == "rowwise",
-        live=recipe.scaling == "current" or calibrating,
+        # A frozen weight is changed by merging an adapter into it, behind everybody's back, and
+        # there is no telling by how much.
+        live=recipe.scaling == "current" or calibrating or not weight.requires_grad,
         observe=observe,
         transpose=True,
     )
