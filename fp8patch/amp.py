@@ -11,7 +11,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
-from fp8patch import messages
+from fp8patch import input_cache, messages
 from fp8patch.errors import Fp8PatchError
 from fp8patch.hardware import Backend, Hardware, detect, resolve_backend
 from fp8patch.recipe import Recipe
@@ -148,6 +148,7 @@ class autocast:
             state.roots.pop().close()
         inside = state.region
         set_region(outer)
+        input_cache.forget()
         for context in reversed(contexts):
             context.__exit__(exc_type, exc, traceback)
         if inside is not None and inside.calibrating and exc_type is None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8patch import input_cache
 from fp8patch.regions import Region, set_region, state
 from fp8patch.scaling import Bank
 
@@ -69,6 +70,7 @@ def _reopen(bank: "weakref.ref[Bank]", region: Region, grad: Tensor) -> None:
 
 def _finish_backward(previous: Region | None) -> None:
     set_region(previous)
+    input_cache.forget()
     for bank in list(state.in_backward):
         bank.clock.saw_backward()
     state.in_backward.clear()

@@ -50,6 +50,34 @@ class Region:
     banks: dict[Bank, None] = field(default_factory=dict, compare=False)
 
 
+_known: dict[tuple[Any, ...], Region] = {}
+
+
+def canonical(region: Region) -> Region:
+    """The one object that stands for regions like this one, from step to step.
+
+    So that a module can tell by identity that nothing has changed since its last call.
+    """
+    if region.calibrating or region.previous is not None:
+        return region
+    key = (
+        region.execution,
+        region.strict,
+        region.rowwise,
+        region.training,
+        region.recipe,
+        id(region.group),
+        region.reopened,
+        region.thread,
+    )
+    known = _known.get(key)
+    if known is None or known.group is not region.group:
+        if len(_known) > 100:  # Threads and process groups come and go.
+            _known.clear()
+        known = _known[key] = region
+    return known
+
+
 @dataclass(slots=True)
 class RootCall:
     """A call of a converted root that is running, and what to put back when it ends."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8patch import messages
+from fp8patch import input_cache, messages
 from fp8patch.backward import arm_backward
 from fp8patch.compiler import outside_compiler
 from fp8patch.observation import WatchReaders
@@ -22,6 +22,7 @@ from fp8patch.regions import (
     Region,
     RootCall,
     active,
+    canonical,
     close_abandoned,
     new_entry,
     set_region,
@@ -83,7 +84,7 @@ def enter_root(root: Any, args: Any) -> None:
         if training and bank.observation is not None and not state.roots:
             call.contexts = _observing(bank)
     state.roots.append(call)
-    set_region(dataclasses.replace(region, training=training))
+    set_region(canonical(dataclasses.replace(region, training=training)))
 
 
 def _drop_interrupted() -> int:
@@ -129,6 +130,7 @@ def leave_root(root: nn.Module, args: Any, output: Any) -> None:
         return
     call = state.roots.pop()
     call.close()
+    input_cache.forget()
     region = state.region
     set_region(call.previous)
     if output is None and sys.exc_info()[0] is not None:

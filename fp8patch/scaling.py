@@ -66,6 +66,8 @@ class Bank:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._met_optimizer = False
         self.observation: Observation | None = None
+        # Of modules/weight_batch.py: casts of many weights at once, by what they have in common.
+        self.casts: dict[Any, Any] = {}
         # The last outermost entry (regions.py) that was seen; weights are checked once an entry.
         self.entry = -1
         # Scales move only where amax are reduced over a group: a call that one rank makes by itself
@@ -277,8 +279,9 @@ class Bank:
         if training and not self.observed and self.observation is None:
             self.observation = Observation()
         # Here and not only in each module's forward: a compiled forward can't look.
-        for module in self.members():
-            module.refresh_weight(observe=training)
+        members = list(self.members())
+        if members:
+            members[0].refresh_weights(members, training)
 
     def update(self, group: Any = None) -> None:
         """Roll, rescale, and act on what the first step showed."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fp8patch import numerics
 from fp8patch.ops import quantize as quantize_op
+from fp8patch.ops.fused import delayed_update
 from fp8patch.ops.quantize import preserved_version
 from fp8patch.recipe import Recipe
 
@@ -105,7 +106,7 @@ class Slots:
     def update(self) -> None:
         """Roll every pending amax and set the scales of the next step."""
         with torch.no_grad(), self._written():
-            numerics.delayed_update(
+            delayed_update(
                 self._history,
                 self._cursor,
                 self.pending,

@@ -62,9 +62,9 @@ def scale_inv_off(factor: float, e5m2: bool) -> Callable[[pytest.MonkeyPatch], N
     def plant(patch: pytest.MonkeyPatch) -> None:
         real = gemms.quantize
 
-        def quantize(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-            rows, rows_t, inverse = real(*args)
-            return rows, rows_t, inverse * factor if args[5] == e5m2 else inverse
+        def quantize(*args: Any) -> tuple[Tensor, ...]:
+            rows, rows_t, inverse, sums = real(*args)
+            return rows, rows_t, inverse * factor if args[5] == e5m2 else inverse, sums
 
         patch.setattr(gemms, "quantize", quantize)
 
@@ -74,7 +74,7 @@ def scale_inv_off(factor: float, e5m2: bool) -> Callable[[pytest.MonkeyPatch], N
 def flushed_gradients(patch: pytest.MonkeyPatch) -> None:
     real = gemms.quantize
 
-    def quantize(x: Tensor, scale: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def quantize(x: Tensor, scale: Tensor, *args: Any) -> tuple[Tensor, ...]:
         if not args[3]:
             return real(x, scale, *args)
         return real(x, torch.ones_like(scale), *args[:4], False, *args[5:])

@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "slots.py",
         "observation.py",
         "scaling.py",
+        "input_cache.py",
         "regions.py",
         "backward.py",
         "roots.py",

@@ -46,12 +46,14 @@ for shape in ((1, 1), (1, 16), (2, 64), (13, 48), (33, 130), (197, 77)):
                     slots = [(torch.zeros(()), torch.zeros(4, dtype=torch.int64)) for _ in "ab"]
                     scale = torch.tensor(20.0)
                     fp8 = numerics.E5M2 if e5m2 else numerics.E4M3
-                    want = oracle(x, scale, *slots[0], 448.0, e5m2, live, True, transpose)
+                    sums = transpose
+                    want = oracle(x, scale, *slots[0], 448.0, e5m2, live, True, transpose, sums)
                     got = kernel(x, scale, *slots[1], 448.0, fp8, live=live, observe=True,
-                                 transpose=transpose)
+                                 transpose=transpose, column_sums=sums)
                     where = (shape, dtype, e5m2, live, transpose)
                     assert [t.shape for t in want] == [t.shape for t in got], where
                     assert torch.equal(want[2], got[2]), where
+                    torch.testing.assert_close(want[3], got[3], rtol=1e-5, atol=1e-5)
                     assert torch.equal(slots[0][0], slots[1][0]), where
                     assert slots[0][1][3] == slots[1][1][3] == x.numel(), where
                     for a, b in zip(want[:2], got[:2]):
@@ -70,7 +72,7 @@ for shape in ((1, 1), (1, 16), (2, 64), (13, 48), (33, 130), (197, 77)):
 x = torch.tensor([[1.0, float("inf"), float("nan"), -float("inf"), 1e30, -1e30, 0.0, 1e-30]])
 slot = torch.zeros(()), torch.zeros(4, dtype=torch.int64)
 q = kernel(x, torch.tensor(2.0), *slot, 448.0, numerics.E4M3, live=False, observe=True,
-           transpose=False)[0].float()[0, :8]
+           transpose=False, column_sums=False)[0].float()[0, :8]
 assert q[[0, 4, 5, 6, 7]].tolist() == [2.0, 448.0, -448.0, 0.0, 0.0], q
 assert slot[0].isnan()
 assert slot[1].tolist() == [2, 1, 3, 8], slot[1]

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from fp8patch import regions
 from fp8patch.backward import arm_backward
-from fp8patch.compiler import outside_compiler
+from fp8patch.compiler import nothing_compiles, outside_compiler
+from fp8patch.modules import ready
 from fp8patch.modules.extra_state import pack_state, unpack_state
-from fp8patch.modules.gemms import Float8Gemms, GemmSpec, cast_input
+from fp8patch.modules.gemms import Float8Gemms, GemmSpec, Operands, cast_input, shared_input
 from fp8patch.modules.obstacles import check_override, find_obstacle, report_obstacle
+from fp8patch.modules.weight_batch import refresh_together
 from fp8patch.modules.weights import WeightState, prepare
 from fp8patch.recipe import Recipe
 from fp8patch.roots import enter_module, inside_root
@@ -30,6 +32,7 @@ _RUNTIME = (
     "_fp8_grad_slot",
     "_fp8_device",
     "_fp8_weight_q",
+    "_fp8_ready",
 )
 _EXTRA = "_extra_state"
 
@@ -66,6 +69,11 @@ class Float8Module(nn.Module):
     def outdate_weight(self, replaced: bool = False) -> None:
         """The weight has changed; `replaced`: into another one altogether."""
         self._fp8_weight_state.change(replaced)
+
+    def refresh_weights(self, members: list[Any], observe: bool) -> None:
+        """Quantise every weight of `members` (all of this bank) again that is out of date."""
+        for module in refresh_together(members, observe):
+            module.refresh_weight(observe)
 
     def refresh_weight(self, observe: bool) -> None:
         """Quantise the weight again if it is out of date and was ever used.
@@ -184,24 +192,25 @@ def stock_forward(module: Any, *args: Any) -> Any:
 
 
 def _forward_in_region(module: Any, input: Tensor, region: regions.Region) -> Tensor:
-    recipe: Recipe = module._fp8_bank.recipe
-    precision = region.recipe or recipe
+    if not torch.compiler.is_compiling():
+        if nothing_compiles() and (spec := ready.recall(module, input, region)) is not None:
+            return _run(module, input, spec)
+        return _forward_in_eager(module, input, region)
     # What the first step shows is seen in eager only, whoever compiled what; and so is a first use.
-    watched = module._fp8_bank.observation is not None or module._fp8_weight_q is None
-    if watched or not torch.compiler.is_compiling():
-        return _forward_in_eager(module, input, region, precision)
+    if module._fp8_bank.observation is not None or module._fp8_weight_q is None:
+        return _forward_in_eager(module, input, region)
     # Everything that looks at or moves the bank was done where the root was entered.
+    precision = region.recipe or module._fp8_bank.recipe
     if find_obstacle(module, input, region, precision) is not None:
         return stock_forward(module, input)  # type: ignore[no-any-return]
     observe = region.training is True or region.calibrating or region.reopened
-    return _run(module, input, region, precision, observe)
+    return _run(module, input, make_spec(module, input, region, precision, observe))
 
 
 @outside_compiler
-def _forward_in_eager(
-    module: Any, input: Tensor, region: regions.Region, precision: Recipe
-) -> Tensor:
+def _forward_in_eager(module: Any, input: Tensor, region: regions.Region) -> Tensor:
     recipe: Recipe = module._fp8_bank.recipe
+    precision = region.recipe or recipe
     obstacle = find_obstacle(module, input, region, precision)
     if obstacle is not None:
         report_obstacle(obstacle, module, input, region)
@@ -210,41 +219,45 @@ def _forward_in_eager(
         check_override(recipe, region.recipe)
     observe = enter_module(module._fp8_bank, region)
     prepare(module, observe, region.calibrating)
-    observation = module._fp8_bank.observation
-    if observation is None or not observe:
-        return _run(module, input, region, precision, observe)
-    observation.saw_input(module._fp8_path, input)
-    observation.entering_module()
-    try:
-        return _run(module, input, region, precision, observe)
-    finally:
-        observation.leaving_module()
-
-
-def _run(
-    module: Any, input: Tensor, region: regions.Region, precision: Recipe, observe: bool
-) -> Tensor:
     spec = make_spec(module, input, region, precision, observe)
-    rows = input.reshape(-1, input.shape[-1])
     if region.execution == "observe":
-        cast_input(rows, module._fp8_input_slot, spec, False)
+        cast_input(input.reshape(-1, input.shape[-1]), module._fp8_input_slot, spec, False)
         return stock_forward(module, input)  # type: ignore[no-any-return]
-    output: Tensor = Float8Gemms.apply(  # type: ignore[no-untyped-call]
-        rows,
-        module.weight,
-        module.bias,
-        module._fp8_weight_q,
-        module._fp8_input_slot,
-        module._fp8_grad_slot,
-        spec,
+    observation = module._fp8_bank.observation
+    if observation is not None and observe:
+        observation.saw_input(module._fp8_path, input)
+        observation.entering_module()
+        try:
+            return _run_at_the_edge(module, input, spec, region)
+        finally:
+            observation.leaving_module()
+    if observe and not region.reopened and not region.calibrating:
+        ready.note(module, input, region, spec)
+    return _run_at_the_edge(module, input, spec, region)
+
+
+def _run_at_the_edge(module: Any, input: Tensor, spec: GemmSpec, region: regions.Region) -> Tensor:
+    """As `_run`; a module that is called by itself has to let backward know of the region."""
+    output = _run(module, input, spec)
+    if spec.observe and not region.reopened and not inside_root():
+        arm_backward(output, module._fp8_bank, region)
+    return output
+
+
+def _run(module: Any, input: Tensor, spec: GemmSpec) -> Tensor:
+    weight = module.weight
+    rows = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
+    input_q = None
+    if not torch.compiler.is_compiling():
+        input_q = shared_input(input, rows, module._fp8_input_slot, spec, weight)
+    operands = Operands(
+        module._fp8_weight_q, input_q, module._fp8_input_slot, module._fp8_grad_slot
     )
+    output: Tensor = Float8Gemms.apply(rows, weight, module.bias, operands, spec)  # type: ignore[no-untyped-call]
     if input.dim() != 2:
         # As nn.Linear: its output is no view, so that the caller may edit it in place.
         shape = [*input.shape[:-1], output.shape[-1]]
         output = torch.ops.aten._unsafe_view.default(output, shape)
-    if observe and not region.reopened and not torch.compiler.is_compiling():
-        if not inside_root():
-            arm_backward(output, module._fp8_bank, region)
     return output
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fp8patch.input_cache import recall, remember
 from fp8patch.ops.gemm import fp8_gemm
 from fp8patch.ops.quantize import quantize, quantize_rowwise
 from fp8patch.slots import Slot
@@ -78,7 +79,7 @@ def cast(
         return Quantized(
             *quantize_rowwise(x, slot.amax, slot.counts, limit, e5m2, observe, transpose)
         )
-    rows, rows_t, scale_inv = quantize(
+    rows, rows_t, scale_inv, _ = quantize(
         x, slot.scale, slot.amax, slot.counts, limit, e5m2, live, observe, transpose
     )
     return Quantized(rows, rows_t, scale_inv, scale_inv)
@@ -98,17 +99,48 @@ def cast_input(x: Tensor, slot: Slot, spec: "GemmSpec", transpose: bool) -> Quan
     )
 
 
-def _cast_grad(x: Tensor, slot: Slot, spec: "GemmSpec", transpose: bool) -> Quantized:
-    return cast(
+def shared_input(
+    input: Tensor, rows: Tensor, slot: Slot, spec: "GemmSpec", weight: Tensor
+) -> Quantized | None:
+    """The quantised input [..., K] of a layer, made once for all siblings; None if none is needed.
+
+    `rows` is the same input as [M, K]. Eager only.
+    """
+    transpose = spec.wgrad and spec.save and weight.requires_grad
+    if not (spec.fprop or transpose):
+        return None
+    # The slots that siblings share are one object, so this compares nothing but identities.
+    key = (id(slot.amax), spec.rowwise, spec.live, spec.observe, spec.input_limit, transpose)
+    known: Quantized | None = recall(input, key)
+    if known is None:
+        known = cast_input(rows, slot, spec, transpose)
+        remember(input, key, known)
+    return known
+
+
+def _cast_grad(
+    x: Tensor, slot: Slot, spec: "GemmSpec", transpose: bool, bias: bool
+) -> tuple[Quantized, Tensor | None]:
+    """Quantise grad_output [M, N]; with it its column sums (FP32 [N]), the gradient of a bias."""
+    if spec.rowwise:
+        sums = x.sum(0, dtype=torch.float32) if bias else None
+        quantized = quantize_rowwise(
+            x, slot.amax, slot.counts, spec.grad_limit, spec.grad_e5m2, spec.observe, transpose
+        )
+        return Quantized(*quantized), sums
+    rows, rows_t, scale_inv, sums = quantize(
         x,
-        slot,
+        slot.scale,
+        slot.amax,
+        slot.counts,
         spec.grad_limit,
-        e5m2=spec.grad_e5m2,
-        rowwise=spec.rowwise,
-        live=spec.live,
-        observe=spec.observe,
-        transpose=transpose,
+        spec.grad_e5m2,
+        spec.live,
+        spec.observe,
+        transpose,
+        bias,
     )
+    return Quantized(rows, rows_t, scale_inv, scale_inv), sums
 
 
 def _mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -116,8 +148,21 @@ def _mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         return a.to(dtype) @ b.to(dtype)
 
 
+class Operands(NamedTuple):
+    """What a call needs besides the tensors that autograd knows.
+
+    In one argument, because autograd looks at each. `input` may be None: it is quantised by the
+    call then.
+    """
+
+    weight: Quantized
+    input: Quantized | None
+    input_slot: Slot
+    grad_slot: Slot
+
+
 class Float8Gemms(torch.autograd.Function):
-    """(input [M, K], weight, bias [N], quantised weight, slots, spec) -> output [M, N]."""
+    """(input [M, K], weight, bias [N] or None, operands, spec) -> output [M, N]."""
 
     @staticmethod
     def forward(
@@ -125,11 +170,10 @@ class Float8Gemms(torch.autograd.Function):
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        weight_q: Quantized,
-        input_slot: Slot,
-        grad_slot: Slot,
+        operands: Operands,
         spec: GemmSpec,
     ) -> Tensor:
+        weight_q, input_q, input_slot, grad_slot = operands
         ctx.spec, ctx.grad_slot = spec, grad_slot
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.dtypes = input.dtype, weight.dtype
@@ -139,8 +183,7 @@ class Float8Gemms(torch.autograd.Function):
         features = weight.shape[1] if spec.in_out else weight.shape[0]
         ctx.features = features, input.shape[1]
 
-        input_q = None
-        if spec.fprop or wgrad_fp8:
+        if input_q is None and (spec.fprop or wgrad_fp8):
             input_q = cast_input(input, input_slot, spec, wgrad_fp8)
         if spec.fprop:
             assert input_q is not None
@@ -175,11 +218,16 @@ class Float8Gemms(torch.autograd.Function):
         input_dtype, weight_dtype = ctx.dtypes
 
         wgrad_fp8 = need_weight and spec.wgrad
-        grad_q = None
+        need_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]
+        grad_q = grad_bias = None
         if wgrad_fp8 or (need_input and spec.dgrad):
-            grad_q = _cast_grad(grad_output, ctx.grad_slot, spec, wgrad_fp8)
+            grad_q, grad_bias = _cast_grad(grad_output, ctx.grad_slot, spec, wgrad_fp8, need_bias)
+        elif need_bias:
+            grad_bias = grad_output.sum(0, dtype=torch.float32)
+        if need_bias and grad_bias is not None:
+            grad_bias = grad_bias.to(ctx.bias_dtype)
 
-        grad_input = grad_weight = grad_bias = None
+        grad_input = grad_weight = None
         if need_input and spec.dgrad:
             assert grad_q is not None
             # [M, N] @ [K, N]^T
@@ -191,7 +239,8 @@ class Float8Gemms(torch.autograd.Function):
                 spec.out_dtype,
                 fast_accum=False,
                 emulate=spec.emulate,
-            )[:, :k].to(input_dtype)
+            )
+            grad_input = _cut(grad_input, grad_input.shape[0], k).to(input_dtype)
         elif need_input:
             matrix = weight.t() if spec.in_out else weight
             grad_input = _mm(grad_output, matrix, spec.out_dtype).to(input_dtype)
@@ -201,9 +250,7 @@ class Float8Gemms(torch.autograd.Function):
         elif need_weight:
             a, b = (input.t(), grad_output) if spec.in_out else (grad_output.t(), input)
             grad_weight = _mm(a, b, spec.out_dtype).to(weight_dtype)
-        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-            grad_bias = grad_output.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_input, grad_weight, grad_bias, None, None, None, None
+        return grad_input, grad_weight, grad_bias if need_bias else None, None, None
 
 
 def _fprop(
@@ -240,4 +287,9 @@ def _wgrad(
     if spec.in_out:
         a, a_inv, b, b_inv, n, k = b, b_inv, a, a_inv, k, n
     product = fp8_gemm(a, b, a_inv, b_inv, dtype, fast_accum=False, emulate=spec.emulate)
-    return product[:n, :k]
+    return _cut(product, n, k)
+
+
+def _cut(x: Tensor, rows: int, cols: int) -> Tensor:
+    # Slicing what has the right shape would still cost a call, and a view in a compiled graph.
+    return x if tuple(x.shape) == (rows, cols) else x[:rows, :cols]

@@ -74,6 +74,16 @@ def version(weight: Tensor) -> int:
     return 0 if weight.is_inference() else weight._version
 
 
+def is_fresh(module: Any, weight: Tensor) -> bool:
+    """Is there nothing for `prepare` to do, in a call that observes?"""
+    known: WeightState = module._fp8_weight_state
+    if known.outdated or known.unseen or known.tensor is None or known.tensor() is not weight:
+        return False
+    if known.address != weight.data_ptr() or known.version != version(weight):
+        return False
+    return known.entry == module._fp8_bank.entry or settled_owner(module)
+
+
 def prepare(module: Any, observe: bool, calibrating: bool = False) -> None:
     """Bind the slots and quantise the weight, where either is out of date."""
     bank: Bank = module._fp8_bank
@@ -84,7 +94,7 @@ def prepare(module: Any, observe: bool, calibrating: bool = False) -> None:
     if known.replaced or written or (moved and not known.gathered):
         _forget_if_clipping(module, weight)
         known.replaced = False
-    trusted = _is_watched(module) and not known.unseen
+    trusted = settled_owner(module) and not known.unseen
     if (
         known.tensor is None
         or known.outdated
@@ -97,14 +107,23 @@ def prepare(module: Any, observe: bool, calibrating: bool = False) -> None:
         # the cast had to be repeated (more often before the optimizer is known: after a resume).
         first = observe and module._fp8_path not in bank.weights_seen
         _quantize_weight(module, weight, first, calibrating)
-        if first:
-            bank.weights_seen.add(module._fp8_path)
-        known.tensor, known.address = weakref.ref(weight), weight.data_ptr()
-        known.version, known.entry = version(weight), bank.entry
-        known.outdated = False
-        # An evaluation between two steps observes nothing and uses the scales of the last one: the
-        # next training forward has yet to see this weight.
-        known.unseen = not observe
+        note_quantized(module, weight, observe)
+
+
+def note_quantized(module: Any, weight: Tensor, observe: bool) -> None:
+    """`weight` was quantised as it is now."""
+    bank: Bank = module._fp8_bank
+    known: WeightState = module._fp8_weight_state
+    if observe:
+        bank.weights_seen.add(module._fp8_path)
+    if known.moved(weight):
+        module._fp8_ready = None  # It may have another shape or dtype: ask again whether it fits.
+    known.tensor, known.address = weakref.ref(weight), weight.data_ptr()
+    known.version, known.entry = version(weight), bank.entry
+    known.outdated = False
+    # An evaluation between two steps observes nothing and uses the scales of the last one: the next
+    # training forward has yet to see this weight.
+    known.unseen = not observe
 
 
 def _forget_if_clipping(module: Any, weight: Tensor) -> None:
@@ -123,7 +142,7 @@ def _forget_if_clipping(module: Any, weight: Tensor) -> None:
         module._fp8_weight_state.unseen = True
 
 
-def _is_watched(module: Any) -> bool:
+def settled_owner(module: Any) -> bool:
     """Does whatever changes the weight announce it? A frozen one is changed by no optimizer, but
     by an adapter that is merged into it.
     """
@@ -147,12 +166,15 @@ def _scale_that_fits(rows: Tensor, scale: Tensor, largest: float) -> Tensor:
 @torch.no_grad()
 def _quantize_weight(module: Any, weight: Tensor, observe: bool, calibrating: bool) -> None:
     recipe: Recipe = module._fp8_bank.recipe
-    rows = weight.detach().t() if module._fp8_in_out else weight.detach()
+    in_out = module._fp8_in_out
+    # Where no padding differs, a weight [K, N] is read as it lies: its transpose is the rows.
+    swap = in_out and recipe.scaling != "rowwise" and not any(s % ALIGNMENT for s in weight.shape)
+    rows = weight.detach().t() if in_out and not swap else weight.detach()
     missing = -rows.shape[0] % ALIGNMENT
     if missing:
         rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
     slot: Slot = module._fp8_weight_slot
-    if recipe.scaling == "delayed" and not _is_watched(module):
+    if recipe.scaling == "delayed" and not settled_owner(module):
         slot = slot._replace(scale=_scale_that_fits(rows, slot.scale, limit(recipe, WEIGHT)))
     new = cast(
         rows,
@@ -166,8 +188,10 @@ def _quantize_weight(module: Any, weight: Tensor, observe: bool, calibrating: bo
         observe=observe,
         transpose=True,
     )
+    if swap:
+        new = Quantized(new.rows_t, new.rows, new.scale_inv_t, new.scale_inv)
     old: Quantized | None = module._fp8_weight_q
-    if old is None or not _is_watched(module) or old.rows.shape != new.rows.shape:
+    if old is None or not settled_owner(module) or old.rows.shape != new.rows.shape:
         # Fresh tensors: a graph that is still to run backward may hold the old ones, and what it
         # holds is right (the weight may not even have changed).
         module._fp8_weight_q = new

@@ -1,8 +1,11 @@
-"""Cast, transpose, amax and counts in one read of the input.
+"""Cast, transpose, amax, counts and column sums in one read of the input.
 
 A tile of x is read once; its FP8 values go out twice, as they are and transposed, and its amax and
 counts go to the slot by atomics. With a scale from the tensor itself (`live`) a first kernel finds
 amax, and the second derives the scale from it on the device: no sync.
+
+Single bytes are slow to transpose through shared memory. So a thread reads the same columns of four
+neighbouring rows and packs their results into one 32-bit word: the transpose then moves words.
 
 Bit equality with `numerics` needs three things said explicitly: divisions are correctly rounded
 (`div_rn`; a plain `/` compiles to a 2-ulp approximation), inf becomes nan before the saturating
@@ -18,116 +21,198 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8patch import numerics
+from fp8patch.ops.triton.launch import Launcher, size_class
 
-# Tile of x and warps, found with scripts/tune_quantize.py on an H200.
-_TILE = (32, 128, 4)
+# Rows, columns and warps of a tile, found with scripts/tune_quantize.py on an H200.
+TILE = (64, 128, 4)
 _AMAX_TILE = (32, 256, 8)
 
 
 @triton.jit
-def _tile(x, pid, rows, cols, stride_m, stride_k, width, BM: tl.constexpr, BK: tl.constexpr):
-    """Offsets and FP32 values of tile `pid`; zero outside x."""
-    across = tl.cdiv(width, BK)
-    m = (pid // across) * BM + tl.arange(0, BM)
-    k = (pid % across) * BK + tl.arange(0, BK)
-    inside = (m[:, None] < rows) & (k[None, :] < cols)
+def load_row(x, m, k, rows, cols, stride_m, stride_k, EVEN: tl.constexpr):
+    """FP32 values of rows m and columns k; zero outside x."""
     offsets = m.to(tl.int64)[:, None] * stride_m + k.to(tl.int64)[None, :] * stride_k
-    return m, k, tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+    if EVEN:
+        return tl.load(x + offsets).to(tl.float32)
+    inside = (m[:, None] < rows) & (k[None, :] < cols)
+    return tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _max_bits(values):
-    """The largest |value| of a tile, as the integer of its FP32 bits."""
-    return tl.max(tl.abs(values).to(tl.int32, bitcast=True))
+def bits_of(values):
+    """|value| as the integer of its FP32 bits, which orders as the values do, and nan on top."""
+    return tl.abs(values).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _amax_kernel(x, bits, rows, cols, stride_m, stride_k, BM: tl.constexpr, BK: tl.constexpr):
-    _, _, values = _tile(x, tl.program_id(0), rows, cols, stride_m, stride_k, cols, BM, BK)
-    tl.atomic_max(bits, _max_bits(values), sem="relaxed")
+def _amax_kernel(
+    x, bits, rows, cols, stride_m, stride_k, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr
+):
+    across = tl.cdiv(cols, BK)
+    m = (tl.program_id(0) // across) * BM + tl.arange(0, BM)
+    k = (tl.program_id(0) % across) * BK + tl.arange(0, BK)
+    values = load_row(x, m, k, rows, cols, stride_m, stride_k, EVEN)
+    tl.atomic_max(bits, tl.max(bits_of(values)), sem="relaxed")
 
 
 @triton.jit
-def _live_scale(bits, limit, FLOOR: tl.constexpr):
+def live_scale(bits, limit, FLOOR: tl.constexpr):
     amax = tl.load(bits).to(tl.float32, bitcast=True)
     scale = tl.div_rn(limit, tl.maximum(amax, FLOOR))
     return tl.where(amax < float("inf"), scale, 1.0)
 
 
 @triton.jit
-def _count(counts, column, flags):
-    number = tl.sum(flags.to(tl.int32))
+def add_count(counts, column, flags):
+    number = tl.sum(flags)
     if number > 0:
         tl.atomic_add(counts + column, number.to(tl.int64), sem="relaxed")
 
 
 @triton.jit
-def _quantize_kernel(
-    x,
-    x_fp8,
-    x_fp8_t,
-    scale,
-    scale_inv,
-    bits,
-    amax,
-    counts,
-    limit,
-    rows,
-    cols,
-    padded_rows,
-    padded_cols,
-    stride_m,
-    stride_k,
-    LARGEST: tl.constexpr,
-    CLIPS_ABOVE: tl.constexpr,
-    FLUSHES_TO: tl.constexpr,
-    FLOOR: tl.constexpr,
-    LIVE: tl.constexpr,
-    OBSERVE: tl.constexpr,
-    TRANSPOSE: tl.constexpr,
-    BM: tl.constexpr,
-    BK: tl.constexpr,
-):
-    pid = tl.program_id(0)
-    m, k, values = _tile(x, pid, rows, cols, stride_m, stride_k, padded_cols, BM, BK)
-    if LIVE:
-        used = _live_scale(bits, limit, FLOOR)
+def flushes(values, used, FLUSHES_TO: tl.constexpr):
+    return ((values != 0.0) & (tl.abs(values * used) <= FLUSHES_TO)).to(tl.int32)
+
+
+@triton.jit
+def store_row(x_fp8, quantized, m, k, rows, width, EVEN: tl.constexpr):
+    offsets = m.to(tl.int64)[:, None] * width + k[None, :]
+    if EVEN:
+        tl.store(x_fp8 + offsets, quantized)
     else:
-        used = tl.load(scale)
-    if pid == 0:
-        tl.store(scale_inv, tl.div_rn(1.0, used))
+        tl.store(x_fp8 + offsets, quantized, mask=(m[:, None] < rows) & (k[None, :] < width))
 
-    # Arithmetic is what limits this kernel, so the common path has as little of it as can be: what
-    # only an outlier needs is decided once a tile, from the tile's amax.
-    scaled = values * used
-    tile_bits = _max_bits(values)
-    largest = tile_bits.to(tl.float32, bitcast=True)
-    clips = (largest * used <= CLIPS_ABOVE) == 0
-    if clips:
-        finite = tl.abs(values) < float("inf")
-        if OBSERVE:
-            _count(counts, 0, finite & (tl.abs(scaled) > CLIPS_ABOVE))
-            _count(counts, 2, finite == 0)
-        clamped = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
-        scaled = tl.where(finite, clamped, float("nan"))
-    quantized = scaled.to(x_fp8.dtype.element_ty)
 
-    wide_m = m.to(tl.int64)
-    inside = (m[:, None] < rows) & (k[None, :] < padded_cols)
-    tl.store(x_fp8 + wide_m[:, None] * padded_cols + k[None, :], quantized, mask=inside)
+@triton.jit
+def _byte(quantized, place: tl.constexpr):
+    return quantized.to(tl.uint8, bitcast=True).to(tl.uint32) << (8 * place)
+
+
+@triton.jit
+def store_tile(
+    x_fp8, x_fp8_t, q0, q1, q2, q3, m, k, rows, width, height,
+    TRANSPOSE: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Write rows m, m + 1, m + 2, m + 3 (m in steps of four), and the same transposed."""
+    store_row(x_fp8, q0, m, k, rows, width, EVEN)
+    store_row(x_fp8, q1, m + 1, k, rows, width, EVEN)
+    store_row(x_fp8, q2, m + 2, k, rows, width, EVEN)
+    store_row(x_fp8, q3, m + 3, k, rows, width, EVEN)
     if TRANSPOSE:
-        inside_t = (k[:, None] < padded_cols) & (m[None, :] < padded_rows)
-        offsets = k.to(tl.int64)[:, None] * padded_rows + m[None, :]
-        tl.store(x_fp8_t + offsets, tl.trans(quantized), mask=inside_t)
+        words = _byte(q0, 0) | _byte(q1, 1) | _byte(q2, 2) | _byte(q3, 3)
+        # `height` is a multiple of 16, so that each row of the transpose holds whole words.
+        offsets = k.to(tl.int64)[:, None] * (height // 4) + (m // 4)[None, :]
+        target = x_fp8_t.to(tl.pointer_type(tl.uint32), bitcast=True) + offsets
+        if EVEN:
+            tl.store(target, tl.trans(words))
+        else:
+            inside = (k[:, None] < width) & (m[None, :] < height)
+            tl.store(target, tl.trans(words), mask=inside)
+
+
+@triton.jit
+def _outlier(
+    values, used, counts, LARGEST: tl.constexpr, CLIPS: tl.constexpr, OBSERVE: tl.constexpr
+):
+    """What a tile with an element that clips, or is not finite, is scaled to."""
+    scaled = values * used
+    finite = tl.abs(values) < float("inf")
+    if OBSERVE:
+        add_count(counts, 0, (finite & (tl.abs(scaled) > CLIPS)).to(tl.int32))
+        add_count(counts, 2, (finite == 0).to(tl.int32))
+    return tl.where(finite, tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST), float("nan"))
+
+
+@triton.jit
+def quantize_tile(
+    v0, v1, v2, v3, x_fp8, x_fp8_t, amax, counts, used, m, k, rows, width, height,
+    LARGEST: tl.constexpr, CLIPS: tl.constexpr, FLUSHES_TO: tl.constexpr,
+    OBSERVE: tl.constexpr, TRANSPOSE: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Cast four rows a thread, write them, and add to the slot what was seen."""
+    fp8: tl.constexpr = x_fp8.dtype.element_ty
+    store_tile(
+        x_fp8, x_fp8_t, (v0 * used).to(fp8), (v1 * used).to(fp8), (v2 * used).to(fp8),
+        (v3 * used).to(fp8), m, k, rows, width, height, TRANSPOSE, EVEN,
+    )  # fmt: skip
+    top = tl.maximum(tl.maximum(bits_of(v0), bits_of(v1)), tl.maximum(bits_of(v2), bits_of(v3)))
+    tile_bits = tl.max(top)
+    largest = tile_bits.to(tl.float32, bitcast=True)
+    # What only an outlier needs is done again, in the rare tile that holds one.
+    if (largest * used <= CLIPS) == 0:
+        q0 = _outlier(v0, used, counts, LARGEST, CLIPS, OBSERVE).to(fp8)
+        q1 = _outlier(v1, used, counts, LARGEST, CLIPS, OBSERVE).to(fp8)
+        q2 = _outlier(v2, used, counts, LARGEST, CLIPS, OBSERVE).to(fp8)
+        q3 = _outlier(v3, used, counts, LARGEST, CLIPS, OBSERVE).to(fp8)
+        store_tile(x_fp8, x_fp8_t, q0, q1, q2, q3, m, k, rows, width, height, TRANSPOSE, EVEN)
     if OBSERVE:
         # Thousands of atomics on one address would queue up; most tiles have nothing to add to it.
         slot = amax.to(tl.pointer_type(tl.int32), bitcast=True)
         if tile_bits > tl.load(slot):
             tl.atomic_max(slot, tile_bits, sem="relaxed")
-        _count(counts, 1, (values != 0.0) & (tl.abs(scaled) <= FLUSHES_TO))
-        if pid == 0:
+        lost = flushes(v0, used, FLUSHES_TO) + flushes(v1, used, FLUSHES_TO)
+        add_count(counts, 1, lost + flushes(v2, used, FLUSHES_TO) + flushes(v3, used, FLUSHES_TO))
+
+
+@triton.jit
+def _quantize_kernel(
+    x, x_fp8, x_fp8_t, scale, scale_inv, bits, amax, counts, sums,
+    limit, rows, cols, height, width, stride_m, stride_k,
+    LARGEST: tl.constexpr, CLIPS: tl.constexpr, FLUSHES_TO: tl.constexpr, FLOOR: tl.constexpr,
+    LIVE: tl.constexpr, OBSERVE: tl.constexpr, TRANSPOSE: tl.constexpr, SUMS: tl.constexpr,
+    EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    across = tl.cdiv(width, BK)
+    m = (pid // across) * BM + 4 * tl.arange(0, BM // 4)
+    k = (pid % across) * BK + tl.arange(0, BK)
+    v0 = load_row(x, m, k, rows, cols, stride_m, stride_k, EVEN)
+    v1 = load_row(x, m + 1, k, rows, cols, stride_m, stride_k, EVEN)
+    v2 = load_row(x, m + 2, k, rows, cols, stride_m, stride_k, EVEN)
+    v3 = load_row(x, m + 3, k, rows, cols, stride_m, stride_k, EVEN)
+    if LIVE:
+        used = live_scale(bits, limit, FLOOR)
+    else:
+        used = tl.load(scale)
+    quantize_tile(
+        v0, v1, v2, v3, x_fp8, x_fp8_t, amax, counts, used, m, k, rows, width, height,
+        LARGEST, CLIPS, FLUSHES_TO, OBSERVE, TRANSPOSE, EVEN,
+    )  # fmt: skip
+    if SUMS:
+        column_sums = tl.sum((v0 + v1) + (v2 + v3), 0)
+        tl.store(sums + (pid // across).to(tl.int64) * cols + k, column_sums, mask=k < cols)
+    if pid == 0:
+        tl.store(scale_inv, tl.div_rn(1.0, used))
+        if OBSERVE:
             # A size of 1 is a Python constant in here, which has no `.to`.
             tl.atomic_add(counts + 3, (tl.zeros((), tl.int64) + rows) * cols, sem="relaxed")
+
+
+_quantize = Launcher(_quantize_kernel)
+_amax = Launcher(_amax_kernel)
+_CONSTANTS = {
+    dtype: {
+        "LARGEST": numerics.FP8_MAX[dtype],
+        "CLIPS": numerics.CLIPS_ABOVE[dtype],
+        "FLUSHES_TO": numerics.FLUSHES_TO[dtype],
+    }
+    for dtype in (numerics.E4M3, numerics.E5M2)
+}
+
+
+def live_amax(x: Tensor) -> Tensor:
+    """max |x| of a non-empty [M, K] as the bits of an FP32 number (int32 scalar), for `live`."""
+    rows, cols = x.shape
+    stride_m, stride_k = x.stride()
+    bits = torch.zeros((), dtype=torch.int32, device=x.device)
+    bm, bk, warps = _AMAX_TILE
+    even = rows % bm == 0 and cols % bk == 0
+    sizes = rows, cols, stride_m, stride_k
+    variant = (x.dtype, even, x.data_ptr() % 16 == 0, *map(size_class, sizes))
+    constants = {"EVEN": even, "BM": bm, "BK": bk}
+    blocks = triton.cdiv(rows, bm) * triton.cdiv(cols, bk)
+    _amax(variant, blocks, (x, bits), sizes, constants, warps)
+    return bits
 
 
 def quantize(
@@ -141,50 +226,33 @@ def quantize(
     live: bool,
     observe: bool,
     transpose: bool,
-    tile: tuple[int, int, int] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    column_sums: bool,
+    tile: tuple[int, int, int] = TILE,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`ops.quantize.quantize` on the GPU; x [M, K] holds at least one element."""
     rows, cols = x.shape
-    padded_rows, padded_cols = -(-rows // 16) * 16, -(-cols // 16) * 16
-    x_fp8 = torch.empty(rows, padded_cols, dtype=dtype, device=x.device)
-    shape = (padded_cols, padded_rows) if transpose else (0, 0)
-    x_fp8_t = torch.empty(shape, dtype=dtype, device=x.device)
-    scale_inv = torch.empty((), device=x.device)
-    strides: Any = x.stride()
-    bits = scale
-    if live:
-        bits = torch.zeros((), dtype=torch.int32, device=x.device)
-        bm, bk, warps = _AMAX_TILE
-        grid = (triton.cdiv(rows, bm) * triton.cdiv(cols, bk),)
-        _amax_kernel[grid](x, bits, rows, cols, *strides, BM=bm, BK=bk, num_warps=warps)
-    bm, bk, warps = tile or _TILE
+    stride_m, stride_k = x.stride()
+    height, width = -(-rows // 16) * 16, -(-cols // 16) * 16
+    bm, bk, warps = tile
+    x_fp8 = torch.empty((rows, width), dtype=dtype, device=x.device)
+    x_fp8_t = torch.empty((width, height) if transpose else (0, 0), dtype=dtype, device=x.device)
+    scale_inv = torch.empty((), dtype=torch.float32, device=x.device)
     # The transpose has padded rows of its own to fill with zeros.
-    height = padded_rows if transpose else rows
-    grid = (triton.cdiv(height, bm) * triton.cdiv(padded_cols, bk),)
-    _quantize_kernel[grid](
-        x,
-        x_fp8,
-        x_fp8_t,
-        scale,
-        scale_inv,
-        bits,
-        amax,
-        counts,
-        limit,
-        rows,
-        cols,
-        padded_rows,
-        padded_cols,
-        *strides,
-        LARGEST=numerics.FP8_MAX[dtype],
-        CLIPS_ABOVE=numerics.CLIPS_ABOVE[dtype],
-        FLUSHES_TO=numerics.FLUSHES_TO[dtype],
-        FLOOR=numerics.AMAX_FLOOR,
-        LIVE=live,
-        OBSERVE=observe,
-        TRANSPOSE=transpose,
-        BM=bm,
-        BK=bk,
-        num_warps=warps,
-    )
-    return x_fp8, x_fp8_t, scale_inv
+    down = triton.cdiv(height if transpose else rows, bm)
+    sums = torch.empty((down if column_sums else 0, cols), dtype=torch.float32, device=x.device)
+    even = rows % bm == 0 and width % bk == 0 and cols == width
+    sizes = rows, cols, height, width, stride_m, stride_k
+    aligned = x.data_ptr() % 16 == 0
+    flags = live, observe, transpose, column_sums, even
+    variant = (x.dtype, dtype, tile, aligned, flags, *map(size_class, sizes))
+    constants: dict[str, Any] = {
+        **_CONSTANTS[dtype],
+        "FLOOR": numerics.AMAX_FLOOR,
+        **dict(zip(("LIVE", "OBSERVE", "TRANSPOSE", "SUMS", "EVEN"), flags, strict=True)),
+        "BM": bm,
+        "BK": bk,
+    }
+    bits = live_amax(x) if live else scale
+    tensors = (x, x_fp8, x_fp8_t, scale, scale_inv, bits, amax, counts, sums)
+    _quantize(variant, down * triton.cdiv(width, bk), tensors, (limit, *sizes), constants, warps)
+    return x_fp8, x_fp8_t, scale_inv, sums.sum(0) if column_sums else sums[0:0, 0]

@@ -1,0 +1,76 @@
+"""All weights that an optimizer has stepped, quantised in one launch.
+
+What is out of the ordinary (never quantised before, replaced, frozen, gathered by FSDP, not on a
+GPU) is left to `prepare`, one weight at a time.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8patch.modules.weights import note_quantized, settled_owner
+from fp8patch.ops.fused import many_casts
+from fp8patch.ops.quantize import ALIGNMENT, is_cold
+from fp8patch.slots import WEIGHT, limit
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def refresh_together(members: Iterable[Any], observe: bool) -> list[Any]:
+    """Quantise what can be in one launch, and return the modules that are left."""
+    groups: dict[tuple[torch.device, torch.dtype, bool], list[Any]] = {}
+    left = []
+    for module in members:
+        weight = module.weight
+        if _can_join(module, weight, observe):
+            first = observe and module._fp8_path not in module._fp8_bank.weights_seen
+            groups.setdefault((weight.device, weight.dtype, first), []).append(module)
+        else:
+            left.append(module)
+    for group, modules in groups.items():
+        if len(modules) < 2 or not _cast(group, modules):
+            left.extend(modules)
+            continue
+        for module in modules:
+            note_quantized(module, module.weight, observe)
+    return left
+
+
+def _can_join(module: Any, weight: Tensor, observe: bool) -> bool:
+    known, quantized = module._fp8_weight_state, module._fp8_weight_q
+    if type(weight) is not nn.Parameter or not weight.is_cuda or quantized is None:
+        return False
+    if not (known.outdated or (known.unseen and observe)) or known.replaced:
+        return False
+    if not settled_owner(module) or known.moved(weight) or known.written(weight):
+        return False
+    if weight.shape[0] % ALIGNMENT or weight.shape[1] % ALIGNMENT or not weight.is_contiguous():
+        return False
+    scaling = module._fp8_bank.recipe.scaling
+    warm = scaling == "current" or not is_cold(module._fp8_weight_slot.scale)
+    return scaling != "rowwise" and warm and module._fp8_device == weight.device
+
+
+def _cast(group: tuple[torch.device, torch.dtype, bool], modules: list[Any]) -> bool:
+    bank = modules[0]._fp8_bank
+    jobs = [_job(module) for module in modules]
+    addresses = [(job[0].data_ptr(), job[1].data_ptr(), job[4].data_ptr()) for job in jobs]
+    known, casts = bank.casts.get(group, (None, None))
+    if known != addresses:
+        casts = many_casts(jobs)
+        bank.casts[group] = addresses, casts
+    if casts is None:
+        return False
+    recipe = bank.recipe
+    casts.run(limit(recipe, WEIGHT), live=recipe.scaling == "current", observe=group[2])
+    return True
+
+
+def _job(module: Any) -> tuple[Tensor, ...]:
+    quantized, slot = module._fp8_weight_q, module._fp8_weight_slot
+    rows, rows_t = quantized.rows, quantized.rows_t
+    if module._fp8_in_out:  # Stored [K, N]: what is one's transpose is the other's rows.
+        rows, rows_t = rows_t, rows
+    return module.weight.detach(), rows, rows_t, quantized.scale_inv, *slot

@@ -1,0 +1,156 @@
+"""The weights of a whole model cast in one launch, into the memory that holds them.
+
+One program a tile, over all weights: a table says which tile of which weight it is. With a launch a
+weight, a step of a small model would spend more time on launching these casts than on running them.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8patch import numerics
+from fp8patch.ops.triton.launch import Launcher
+from fp8patch.ops.triton.quantize import bits_of, live_scale, quantize_tile
+
+# Rows, columns and warps of a tile, found with scripts/tune_quantize.py on an H200.
+TILE = (64, 128, 4)
+# Columns of the table of addresses, int64.
+_COLUMNS = 9
+_POINTERS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class Job(NamedTuple):
+    """One weight [R, C] in FP32, BF16 or FP16, contiguous, R and C multiples of 16.
+
+    rows (FP8 [R, C]), rows_t ([C, R]) and scale_inv are written; amax and counts are the slot.
+    """
+
+    weight: Tensor
+    rows: Tensor
+    rows_t: Tensor
+    scale_inv: Tensor
+    scale: Tensor
+    amax: Tensor
+    counts: Tensor
+
+
+@triton.jit
+def _field(table, index, column: tl.constexpr, COLUMNS: tl.constexpr):
+    return tl.load(table + index * COLUMNS + column)
+
+
+@triton.jit
+def _load_tile(x, m, k, rows, cols):
+    offsets = m.to(tl.int64)[:, None] * cols + k[None, :]
+    inside = (m[:, None] < rows) & (k[None, :] < cols)
+    return tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _amax_kernel(
+    tiles, table, bits, TYPE: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    index = tl.load(tiles + tl.program_id(0) * 3)
+    x = tl.multiple_of(_field(table, index, 0, COLUMNS).to(tl.pointer_type(TYPE)), 16)
+    rows = tl.multiple_of(_field(table, index, 7, COLUMNS).to(tl.int32), 16)
+    cols = tl.multiple_of(_field(table, index, 8, COLUMNS).to(tl.int32), 16)
+    m = tl.load(tiles + tl.program_id(0) * 3 + 1) * BM + tl.arange(0, BM)
+    k = tl.load(tiles + tl.program_id(0) * 3 + 2) * BK + tl.arange(0, BK)
+    top = tl.max(bits_of(_load_tile(x, m, k, rows, cols)))
+    tl.atomic_max(bits + index, top, sem="relaxed")
+
+
+@triton.jit
+def _cast_kernel(
+    tiles, table, bits, limit, TYPE: tl.constexpr, COLUMNS: tl.constexpr,
+    LARGEST: tl.constexpr, CLIPS: tl.constexpr, FLUSHES_TO: tl.constexpr, FLOOR: tl.constexpr,
+    LIVE: tl.constexpr, OBSERVE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    index = tl.load(tiles + pid * 3)
+    down, across = tl.load(tiles + pid * 3 + 1), tl.load(tiles + pid * 3 + 2)
+    x = tl.multiple_of(_field(table, index, 0, COLUMNS).to(tl.pointer_type(TYPE)), 16)
+    fp8 = tl.pointer_type(tl.float8e4nv)
+    x_fp8 = tl.multiple_of(_field(table, index, 1, COLUMNS).to(fp8), 16)
+    x_fp8_t = tl.multiple_of(_field(table, index, 2, COLUMNS).to(fp8), 16)
+    scale_inv = _field(table, index, 3, COLUMNS).to(tl.pointer_type(tl.float32))
+    scale = _field(table, index, 4, COLUMNS).to(tl.pointer_type(tl.float32))
+    amax = _field(table, index, 5, COLUMNS).to(tl.pointer_type(tl.float32))
+    counts = _field(table, index, 6, COLUMNS).to(tl.pointer_type(tl.int64))
+    rows = tl.multiple_of(_field(table, index, 7, COLUMNS).to(tl.int32), 16)
+    cols = tl.multiple_of(_field(table, index, 8, COLUMNS).to(tl.int32), 16)
+    m = down * BM + 4 * tl.arange(0, BM // 4)
+    k = across * BK + tl.arange(0, BK)
+    v0 = _load_tile(x, m, k, rows, cols)
+    v1 = _load_tile(x, m + 1, k, rows, cols)
+    v2 = _load_tile(x, m + 2, k, rows, cols)
+    v3 = _load_tile(x, m + 3, k, rows, cols)
+    if LIVE:
+        used = live_scale(bits + index, limit, FLOOR)
+    else:
+        used = tl.load(scale)
+    quantize_tile(
+        v0, v1, v2, v3, x_fp8, x_fp8_t, amax, counts, used, m, k, rows, cols, rows,
+        LARGEST, CLIPS, FLUSHES_TO, OBSERVE, True, False,
+    )  # fmt: skip
+    if (down == 0) & (across == 0):
+        tl.store(scale_inv, tl.div_rn(1.0, used))
+        if OBSERVE:
+            tl.atomic_add(counts + 3, rows.to(tl.int64) * cols, sem="relaxed")
+
+
+_amax = Launcher(_amax_kernel)
+_cast = Launcher(_cast_kernel)
+
+
+class ManyCasts:
+    """Casts to E4M3 that are repeated every step; the tables are made once.
+
+    All jobs on one device and of one weight dtype. The addresses are what is kept: the tensors have
+    to stay alive and in place for as long as `run` is called.
+    """
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._dtype, device = jobs[0].weight.dtype, jobs[0].weight.device
+        bm, bk, _ = TILE
+        table, tiles = [], []
+        for index, job in enumerate(jobs):
+            rows, cols = job.weight.shape
+            table.append([tensor.data_ptr() for tensor in job] + [rows, cols])
+            down, across = torch.arange(-(-rows // bm)), torch.arange(-(-cols // bk))
+            grid = torch.cartesian_prod(torch.tensor([index]), down, across)
+            tiles.append(grid.to(torch.int32))
+        self._table = torch.tensor(table, dtype=torch.int64, device=device)
+        self._tiles = torch.cat(tiles).to(device)
+        self._bits = torch.zeros(len(jobs), dtype=torch.int32, device=device)
+        # What a backward that still has to run may hold, and must not find changed unnoticed.
+        self._written = [t for job in jobs for t in (job.rows, job.rows_t, job.scale_inv)]
+
+    def run(self, limit: float, *, live: bool, observe: bool) -> None:
+        """Cast every weight as it is now; arguments as in `ops.quantize.quantize`."""
+        bm, bk, warps = TILE
+        blocks = self._tiles.shape[0]
+        shared = {"TYPE": _POINTERS[self._dtype], "COLUMNS": _COLUMNS}
+        tensors = self._tiles, self._table, self._bits
+        if live:
+            self._bits.zero_()
+            constants: dict[str, Any] = {**shared, "BM": bm, "BK": bk}
+            _amax(self._dtype, blocks, tensors, (), constants, warps)
+        constants = {
+            **shared,
+            "LARGEST": numerics.FP8_MAX[numerics.E4M3],
+            "CLIPS": numerics.CLIPS_ABOVE[numerics.E4M3],
+            "FLUSHES_TO": numerics.FLUSHES_TO[numerics.E4M3],
+            "FLOOR": numerics.AMAX_FLOOR,
+            "LIVE": live,
+            "OBSERVE": observe,
+            "BM": bm,
+            "BK": bk,
+        }
+        _cast((self._dtype, live, observe), blocks, tensors, (limit,), constants, warps)
+        torch.autograd.graph.increment_version(self._written)
