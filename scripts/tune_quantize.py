@@ -1,21 +1,23 @@
-"""Find the tile of the cast kernel: achieved bandwidth by shape and tile, against a plain copy.
+"""Find the tiles of the cast kernels: achieved bandwidth by shape and tile, against a plain copy.
 
-python scripts/tune_quantize.py
+python scripts/tune_quantize.py [--quick]
 """
 
 import itertools
+import sys
 
 import torch
 import triton
 
 from fp8patch import numerics
+from fp8patch.ops.triton import quantize_many
 from fp8patch.ops.triton.quantize import quantize
 
 SHAPES = ((8192, 1024), (12288, 1024), (12288, 4096), (8192, 4096), (8192, 14336), (4096, 4096))
 TILES = tuple(
     (bm, bk, warps)
-    for bm, bk, warps in itertools.product((32, 64, 128, 256), (64, 128, 256), (4, 8))
-    if 4096 <= bm * bk <= 32768
+    for bm, bk, warps in itertools.product((32, 64, 128, 256), (64, 128, 256), (2, 4, 8))
+    if 32 <= bm * bk // (warps * 32) <= 128
 )
 
 
@@ -24,39 +26,75 @@ def milliseconds(function: object) -> float:
     return float(triton.testing.do_bench(function, warmup=10, rep=60, return_mode="median"))
 
 
+def moved(x: torch.Tensor, transpose: bool) -> int:
+    """Bytes that a cast has to read and write."""
+    return x.numel() * (x.element_size() + (2 if transpose else 1))
+
+
+def tune_one(x: torch.Tensor, copy: float, **flags: bool) -> None:
+    """Print the best tiles for one cast."""
+    scale, amax = torch.tensor(3.0, device="cuda"), torch.zeros((), device="cuda")
+    counts = torch.zeros(4, dtype=torch.int64, device="cuda")
+    size = moved(x, flags["transpose"])
+    results = []
+    for tile in TILES:
+
+        def cast(tile: tuple[int, int, int] = tile) -> None:
+            quantize(x, scale, amax, counts, 448.0, numerics.E4M3, live=False, tile=tile, **flags)
+
+        ms = milliseconds(cast)
+        results.append((size / ms / 1e6, ms * 1e3, tile))
+    best = sorted(results, reverse=True)[:4]
+    shown = "  ".join(f"{t}: {us:.1f}us {bw / copy:.0%}" for bw, us, t in best)
+    on = "+".join(name for name, value in flags.items() if value)
+    print(f"{str(x.dtype)[6:]} {tuple(x.shape)} {on:30s} {shown}", flush=True)
+
+
+def tune_many(copy: float) -> None:
+    """The same for all weights of a BERT-large in one launch."""
+    jobs = []
+    for rows, cols in [(1024, 1024)] * 96 + [(4096, 1024), (1024, 4096)] * 24:
+        e4m3 = {"dtype": numerics.E4M3, "device": "cuda"}
+        jobs.append(
+            quantize_many.Job(
+                torch.randn(rows, cols, device="cuda"),
+                torch.empty(rows, cols, **e4m3),
+                torch.empty(cols, rows, **e4m3),
+                torch.ones((), device="cuda"),
+                torch.tensor(30.0, device="cuda"),
+                torch.zeros((), device="cuda"),
+                torch.zeros(4, dtype=torch.int64, device="cuda"),
+            )
+        )
+    size = sum(moved(job.weight, True) for job in jobs)
+    chosen = quantize_many.TILE
+    results = []
+    for tile in TILES:
+        quantize_many.TILE = tile
+        casts = quantize_many.ManyCasts(jobs)
+        quantize_many._cast = type(quantize_many._cast)(quantize_many._cast_kernel)
+        ms = milliseconds(lambda casts=casts: casts.run(448.0, live=False, observe=True))
+        results.append((size / ms / 1e6, ms * 1e3, tile))
+    quantize_many.TILE = chosen
+    shown = [f"{t}: {us:.1f}us {bw / copy:.0%}" for bw, us, t in sorted(results, reverse=True)[:5]]
+    print(f"BERT-large's weights, {size / 1e9:.2f} GB: " + "  ".join(shown), flush=True)
+
+
 def main() -> None:
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
     source = torch.empty(1 << 29, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     copy = 2 * source.numel() / milliseconds(lambda: target.copy_(source)) / 1e6
     print(f"copy {copy:.0f} GB/s")
-    scale, amax = torch.tensor(3.0, device="cuda"), torch.zeros((), device="cuda")
-    counts = torch.zeros(4, dtype=torch.int64, device="cuda")
-    for dtype, (rows, cols) in itertools.product((torch.bfloat16, torch.float32), SHAPES):
-        x = torch.randn(rows, cols, device="cuda").to(dtype)
-        for transpose in (True, False):
-            moved = x.numel() * (x.element_size() + (2 if transpose else 1))
-            results = []
-            for tile in TILES:
-                ms = milliseconds(
-                    lambda x=x, t=transpose, tile=tile: quantize(
-                        x,
-                        scale,
-                        amax,
-                        counts,
-                        448.0,
-                        numerics.E4M3,
-                        live=False,
-                        observe=True,
-                        transpose=t,
-                        tile=tile,
-                    )
-                )
-                results.append((moved / ms / 1e6, ms * 1e3, tile))
-            best = sorted(results, reverse=True)[:4]
-            shown = "  ".join(f"{t}: {us:.1f}us {bw / copy:.0%}" for bw, us, t in best)
-            name = f"{str(dtype)[6:]} {rows}x{cols} {'+t' if transpose else '  '}"
-            print(f"{name:28s} {shown}", flush=True)
+    shapes = SHAPES[:3] if "--quick" in sys.argv else SHAPES
+    for dtype, shape in itertools.product((torch.bfloat16, torch.float32), shapes):
+        x = torch.randn(shape, device="cuda").to(dtype)
+        tune_one(x, copy, observe=True, transpose=True, column_sums=False)
+        tune_one(x, copy, observe=True, transpose=True, column_sums=True)
+        if "--quick" not in sys.argv:
+            tune_one(x, copy, observe=True, transpose=False, column_sums=False)
+            tune_one(x, copy, observe=False, transpose=True, column_sums=False)
+    tune_many(copy)
 
 
 if __name__ == "__main__":
