@@ -1,6 +1,6 @@
-"""`scripts/train_curves.py` and the script that it runs."""
+"""`scripts/train_curves.py` and its neighbours, and the script that they run."""
 
-import importlib.util
+import importlib
 import json
 import runpy
 import sys
@@ -16,13 +16,15 @@ pytestmark = pytest.mark.skipif(not SCRIPTS.is_dir(), reason="no scripts: not a 
 
 
 @pytest.fixture
-def train_curves() -> Any:
-    spec = importlib.util.spec_from_file_location("train_curves", SCRIPTS / "train_curves.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports what lies in `scripts/`, as a script there would."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return importlib.import_module
+
+
+@pytest.fixture
+def train_curves(scripts: Any) -> Any:
+    return scripts("train_curves")
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +103,51 @@ def test_curves(train_curves: Any, tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
-def test_overhead(train_curves: Any, tmp_path: Path) -> None:
-    words = ["--tiny", "--overhead", "--families", "llama", "--repeats", "1", "--steps", "3"]
-    train_curves.main([*words, "--out", str(tmp_path)])  # times of three steps prove nothing
+def test_overhead(scripts: Any, tmp_path: Path) -> None:
+    words = ["--tiny", "--families", "llama", "--rounds", "2", "--steps", "1", "--warm-up", "1"]
+    scripts("check_overhead").main([*words, "--out", str(tmp_path)])  # so few prove nothing
     row = json.loads((tmp_path / "overhead.json").read_text())["rows"][0]
     assert row["losses_apart"] == 0
-    assert row["medians"].keys() == {"by hand", "injected"}
+    assert [len(row["step_seconds"][name]) for name in ("by hand", "injected")] == [2, 2]
+    assert "fp8patch's own time" in row["summary"]
+
+
+def rank_of(rank: int, mode: str, **changes: Any) -> dict[str, Any]:
+    found = {
+        "reductions": 8 if mode == "fp8" else 0,
+        "losses": [2.0 + rank] * 9,
+        "evaluations": [] if rank else [2.0],
+        "step_seconds": [0.1] * 4,
+        "tokens_a_step": 64,
+    }
+    return found | changes
+
+
+@pytest.mark.parametrize(
+    ("what", "fault"),
+    [
+        (None, {}),
+        ("parameters equal over ranks", {"weights": 1.5}),
+        ("scales equal over ranks", {"scale": 3.0}),
+        ("one reduction an optimizer step", {"reductions": 9}),
+    ],
+)
+def test_ranks_that_differ_are_found(scripts: Any, what: str | None, fault: dict[str, Any]) -> None:
+    module = scripts("check_ddp")
+
+    def run(mode: str, ranks: int, **of_last: Any) -> Any:
+        last = ranks - 1
+        found = [rank_of(at, mode) for at in range(ranks)]
+        found[last] |= {key: of_last[key] for key in ("reductions",) if key in of_last}
+        weights = [{"w": torch.tensor(1.0)} for _ in range(ranks)]
+        weights[last]["w"] = torch.tensor(of_last.get("weights", 1.0))
+        # What a rank has seen since the last reduction is its own.
+        state = [{"a.scale": torch.tensor(2.0), "a.amax": torch.tensor(at)} for at in range(ranks)]
+        state[last]["a.scale"] = torch.tensor(of_last.get("scale", 2.0))
+        return module.Run(mode, ranks, found, weights, state)
+
+    alone = {"reductions": 0}
+    runs = {("fp8", 2): run("fp8", 2, **fault), ("fp8", 1): run("fp8", 1, **alone)}
+    runs |= {("bf16", ranks): run("bf16", ranks) for ranks in (1, 2)}
+    failed = [row[0] for row in module.check(runs, 4) if not row[1]]
+    assert failed == ([] if what is None else [what])
