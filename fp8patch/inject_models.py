@@ -14,6 +14,7 @@ from fp8patch import messages
 from fp8patch.inject_outputs import find_loss, to_fp32
 
 if TYPE_CHECKING:
+    from fp8patch.inject_history import History
     from fp8patch.inject_record import Record
     from fp8patch.plan import Plan
 
@@ -122,6 +123,7 @@ class Model:
         name: Class name of what is inside the wrappers.
         plan: What was converted; None for a module that shares converted modules with another
             (evaluation, a copy), or without FP8.
+        history: What its slots have seen; None where `plan` is.
         tokens: M of the first batch.
     """
 
@@ -139,6 +141,7 @@ class Model:
         self.inner = weakref.ref(parts[-1])
         self.name = type(parts[-1]).__name__ if plan is None else plan.model
         self.plan = plan
+        self.history: History | None = None
         self.record = record
         # A model in BF16 throughout has its precision already: autocast would widen its norms.
         self.mixed = any(p.dtype == torch.float32 for p in module.parameters())

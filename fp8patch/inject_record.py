@@ -2,8 +2,8 @@
 
 A step is a step of an optimizer that owns parameters of ours; where several do (one for each half
 of a GAN, or of a model), the one that stepped most often counts. Nothing here waits for the GPU
-while training goes on: times are CUDA events, losses stay on the device, and both are read when
-the report is refreshed.
+while training goes on: times are CUDA events, losses are copied on its stream, and both are looked
+at when they have arrived.
 """
 
 import json
@@ -12,15 +12,17 @@ import statistics
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8patch import messages
 from fp8patch.inject_coverage import Coverage
+from fp8patch.inject_series import Series
+from fp8patch.readback import Readback
 
 __all__ = ["Record", "Status", "place", "rank", "write_json", "write_text"]
 
@@ -50,8 +52,9 @@ def rank() -> int:
 
 
 def write_json(path: str, values: dict[str, Any]) -> bool:
-    """Replace the file in one piece; False (and silent) where that can't be done."""
-    return write_text(path, json.dumps(values, indent=1) + "\n")
+    """Replace the file in one piece, a line a key; False (and silent) where that can't be done."""
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()]
+    return write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def write_text(path: str, text: str) -> bool:
@@ -93,15 +96,18 @@ class Record:
         self.coverage = Coverage()
         self.steps = 0
         self.wants_loss = wants_loss
-        self.losses: list[tuple[int, float]] = []
+        self.losses = Series()
+        # Seconds of every step; the first counts from the first forward.
+        self.durations = Series()
         self._after_step = after_step
         self._models: list[weakref.ref[nn.Module]] = []
         self._optimizers: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
         self._hook: Any = None
-        self._marks: list[Any] = []
-        self._durations: list[float] = []
+        self._marks: deque[Any] = deque()
+        self._timed = 0
         self._new_losses: list[Tensor] = []
         self._unread: list[tuple[int, list[Tensor]]] = []
+        self._underway: deque[tuple[list[tuple[int, int]], Readback]] = deque()
         self._refreshed = time.monotonic()
         self.device: torch.device | None = None
 
@@ -125,7 +131,7 @@ class Record:
             self._hook = None
 
     def forward_begins(self) -> None:
-        if not self._marks and not self._durations:
+        if not self._marks and not self._timed:
             self._mark()
 
     def saw_loss(self, loss: Tensor) -> None:
@@ -175,34 +181,32 @@ class Record:
             return True
         return time.monotonic() - self._refreshed > _REFRESH_SECONDS
 
-    def read(self) -> None:
-        """Fetch times and losses from the device."""
+    def fetch(self) -> None:
+        """Send for the losses of the steps so far."""
         self._refreshed = time.monotonic()
-        if len(self._marks) > 1:
-            if isinstance(self._marks[-1], float):
-                pairs = zip(self._marks, self._marks[1:], strict=False)
-                self._durations += [b - a for a, b in pairs]
-            else:
-                self._marks[-1].synchronize()
-                pairs = zip(self._marks, self._marks[1:], strict=False)
-                self._durations += [a.elapsed_time(b) / 1000 for a, b in pairs]
-            del self._marks[:-1]
-        if self._unread:
-            every = [loss.float().reshape(()) for _, losses in self._unread for loss in losses]
-            home = every[0].device
-            values = iter(torch.stack([loss.to(home) for loss in every]).tolist())
-            for step, losses in self._unread:
-                of_step = [next(values) for _ in losses]
-                self.losses.append((step, sum(of_step) / len(of_step)))
-            self._unread = []
+        if not self._unread:
+            return
+        steps = [(step, len(losses)) for step, losses in self._unread]
+        every = [loss.float().reshape(1) for _, losses in self._unread for loss in losses]
+        one_device = len({loss.device for loss in every}) == 1
+        self._underway.append((steps, Readback([torch.cat(every)] if one_device else every)))
+        self._unread = []
 
-    def step_seconds(self) -> list[float]:
-        """Time of every step that was read; the first from the first forward on."""
-        return self._durations
+    def arrived(self, wait: bool = False) -> bool:
+        """Take in what has come of times and losses; was that all that was sent for?"""
+        while len(self._marks) > 1 and (wait or _passed(self._marks[1])):
+            self._timed += 1
+            self.durations.append(self._timed, _between(self._marks.popleft(), self._marks[0]))
+        while self._underway and (wait or self._underway[0][1].ready()):
+            steps, readback = self._underway.popleft()
+            values = iter(torch.cat(readback.tensors()).tolist())
+            for step, count in steps:
+                self.losses.append(step, sum(next(values) for _ in range(count)) / count)
+        return not self._underway
 
     def median_step(self) -> float | None:
         """Median of the steps after warm-up (of what there is, in a run that is all warm-up)."""
-        times = self._durations
+        times = self.durations.values()
         late = times[_WARM_UP:] or times[1:]
         return statistics.median(late) if late else None
 
@@ -218,27 +222,13 @@ class Record:
         return used * (1 if sys.platform == "darwin" else 1024), "resident in memory"
 
 
-def ratios(banks: Iterable[Any]) -> dict[str, dict[str, float]]:
-    """{role: {saturated, flushed, non_finite}} as parts of all elements cast; one device read a
-    bank."""
-    from fp8patch.numerics import FLUSHED, NON_FINITE, SATURATED, SEEN
-    from fp8patch.slots import INPUT, ROLES
+def _passed(mark: Any) -> bool:
+    return isinstance(mark, float) or bool(mark.query())
 
-    sums = {role: [0.0] * 4 for role in ROLES}
-    for bank in banks:
-        try:
-            rows = list(bank.numbers())
-        except RuntimeError as error:  # the device is lost: the script has told why
-            messages.once("no numbers", f"scales can't be read any more: {error}")
-            continue
-        for path, role, values in rows:
-            if role == INPUT and path in bank.siblings:
-                continue  # its leader's numbers
-            for column, value in enumerate(values[2:6]):
-                sums[ROLES[role]][column] += value
-    columns = {"saturated": SATURATED, "flushed": FLUSHED, "non_finite": NON_FINITE}
-    return {
-        role: {name: counts[at] / counts[SEEN] for name, at in columns.items()}
-        for role, counts in sums.items()
-        if counts[SEEN]
-    }
+
+def _between(first: Any, second: Any) -> float:
+    """Seconds."""
+    if isinstance(first, float):
+        return float(second - first)
+    second.synchronize()
+    return float(first.elapsed_time(second)) / 1000

@@ -1,15 +1,19 @@
 """The lines that a run says, and its JSON report."""
 
+import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fp8patch import __version__, messages
-from fp8patch.inject_record import place, ratios, write_json
+from fp8patch.inject_record import place, write_json
 
 if TYPE_CHECKING:
     from fp8patch.inject_models import Model
     from fp8patch.inject_record import Record
     from fp8patch.train_options import TrainOptions
+
+# 1: without history.
+FORMAT_VERSION = 2
 
 __all__ = ["check_lines", "progress_line", "report", "say_start", "say_summary", "write_report"]
 
@@ -24,8 +28,6 @@ class Facts(Protocol):
     record: "Record"
     overhead: float
     conversion_seconds: float
-
-    def banks(self) -> list[Any]: ...
 
     def late(self) -> dict[str, list[str]]: ...
 
@@ -78,15 +80,13 @@ def _where(run: "Facts") -> str:
     return f"on {run.hardware_name}"
 
 
-def progress_line(run: "Facts") -> None:
+def progress_line(run: "Facts", step: int) -> None:
     """One line every `log_every` steps."""
-    record = run.record
-    seconds = record.step_seconds()
-    every = run.options.log_every
-    recent = seconds[-every:]
-    text = f"step {record.steps}"
-    if record.losses:
-        text += f": loss {record.losses[-1][1]:.4f}"
+    record, every = run.record, run.options.log_every
+    text = f"step {step}"
+    if record.losses.last is not None:
+        text += f": loss {record.losses.last:.4f}"
+    recent = record.durations.values()[-max(every // record.durations.each, 1) :]
     if recent:
         text += f", {_ms(sum(recent) / len(recent))} a step"
     messages.note(text)
@@ -160,19 +160,19 @@ def check_lines(run: "Facts") -> None:
         gpu = model.plan.gpu or "a GPU"
         predicted = f"{gain:.2f}x over BF16 on its GEMMs on {gpu}" if gain else "nothing"
         messages.note(f"check: {model.name}: predicted {predicted}, at M={model.plan.tokens}.")
-    seconds = run.record.step_seconds()
+    seconds = run.record.durations.values()
     times = ", ".join(_ms(value) for value in seconds)
     note = " (emulation is no measure of speed)" if run.execution == "emulate" else ""
     messages.note(f"check: measured steps: {times}{note}. Stopped after step {run.record.steps}.")
 
 
 def report(run: "Facts", state: str) -> dict[str, Any]:
-    """Everything, JSON-safe."""
-    run.record.read()
+    """Everything, JSON-safe. `inspect_source` reads it, and the README tells its keys."""
+    record = run.record
     steps = run.record.steps
-    memory, what = run.record.peak_memory()
+    memory, what = record.peak_memory()
     return {
-        "format_version": 1,
+        "format_version": FORMAT_VERSION,
         "fp8patch_version": __version__,
         "state": state,
         "backend": run.options.backend,
@@ -182,19 +182,31 @@ def report(run: "Facts", state: str) -> dict[str, Any]:
         "recipe": run.options.recipe,
         "models": [_model(model) for model in run.models],
         "steps": steps,
-        "step_seconds": list(run.record.step_seconds()),
-        "median_step_seconds": run.record.median_step(),
-        "losses": [[step, loss] for step, loss in run.record.losses],
+        "step_seconds": record.durations.values(),
+        "step_seconds_each": record.durations.each,
+        "median_step_seconds": record.median_step(),
+        "losses": [[step, loss if math.isfinite(loss) else None] for step, loss in record.losses],
         "peak_memory_bytes": memory,
         "peak_memory_kind": what,
-        "coverage": run.record.coverage.totals(),
+        "coverage": record.coverage.totals(),
         "late": sorted({path for paths in run.late().values() for path in paths}),
-        "ratios": ratios(run.banks()),
+        "ratios": _ratios(run),
         "overhead": {
             "conversion_seconds": run.conversion_seconds,
-            "seconds_a_step": run.overhead / steps if steps else None,
+            "seconds_a_step": (run.overhead + _reading(run)) / steps if steps else None,
         },
     }
+
+
+def _ratios(run: "Facts") -> dict[str, dict[str, float]]:
+    from fp8patch.inject_history import ratios
+
+    return ratios(model.history for model in run.models if model.history is not None)
+
+
+def _reading(run: "Facts") -> float:
+    """Seconds that reading the slots has taken, within calls of the models."""
+    return sum(model.history.seconds for model in run.models if model.history is not None)
 
 
 def _model(model: "Model") -> dict[str, Any]:
@@ -211,6 +223,7 @@ def _model(model: "Model") -> dict[str, Any]:
         "skipped": skipped,
         "tokens": model.plan.tokens,
         "plan": model.plan.summary(),
+        "history": None if model.history is None else model.history.to_dict(),
     }
 
 

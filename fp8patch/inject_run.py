@@ -22,6 +22,7 @@ from fp8patch.inject_models import (
     unconverted,
 )
 from fp8patch.inject_plan import make_plan
+from fp8patch.inject_progress import CHECK_STEPS, Progress
 from fp8patch.inject_record import Record, Status, rank
 from fp8patch.inject_training import has_optimizer, is_trainable, track_optimizers, trains
 from fp8patch.train_options import TrainOptions
@@ -29,7 +30,6 @@ from fp8patch.train_options import TrainOptions
 __all__ = ["Run"]
 
 _BF16_ENV = "ACCELERATE_MIXED_PRECISION"
-_CHECK_STEPS = 3
 
 
 class Run:
@@ -53,6 +53,7 @@ class Run:
         self.conversion_seconds = 0.0
         self.off = False
         self.record = Record(options.report is not None or options.log_every > 0, self._after_step)
+        self._progress = Progress(self)
         self._known: dict[int, Model | Ignored] = {}
         self._refusal: Fp8PatchError | None = None
         self._banks: list[Any] = []
@@ -110,17 +111,26 @@ class Run:
 
         if self.models and not self._said and rank() == 0:
             self._said = True
+            self.record.fetch()
+            self.record.arrived(wait=True)
+            for model in self.models:
+                if model.history is not None:
+                    model.history.finish()
             # A first forward that raised has said why, and nothing is to hide that.
             if self.record.steps or not inject_compat.crashed:
                 inject_report.say_summary(self)
             inject_report.write_report(self, "failed" if inject_compat.crashed else "finished")
-            if self.options.check and self.record.steps < _CHECK_STEPS:
+            if self.options.check and self.record.steps < CHECK_STEPS:
                 messages.warn(f"--check: the script ended after {self.record.steps} steps.")
         if self._unmatched and self.models and rank() == 0:
             messages.warn(f"--roots: no model is called {', '.join(sorted(self._unmatched))}.")
-        self._write_status()
+        self.write_status()
 
-    def _write_status(self) -> None:
+    def _after_step(self) -> None:
+        self._progress.after_step()
+
+    def write_status(self) -> None:
+        """Tell the parent how far this process is."""
         self.status.write(
             backend=self.execution,
             ran_fp8=self.record.coverage.ran_fp8,
@@ -141,27 +151,6 @@ class Run:
             if paths:
                 found[model.name] = paths
         return found
-
-    # -- steps --------------------------------------------------------------------------------
-
-    def _after_step(self) -> None:
-        from fp8patch import inject_report
-
-        started = time.perf_counter()
-        record, every = self.record, self.options.log_every
-        stop = self.options.check and record.steps >= _CHECK_STEPS
-        if record.due(every) or stop:
-            record.read()
-            if rank() == 0:
-                if every and record.steps % every == 0:
-                    inject_report.progress_line(self)
-                inject_report.write_report(self, "running")
-            self._write_status()
-        self.overhead += time.perf_counter() - started
-        if stop:
-            if rank() == 0:
-                inject_report.check_lines(self)
-            raise SystemExit(0)
 
     # -- models -------------------------------------------------------------------------------
 
@@ -248,7 +237,7 @@ class Run:
                     f"FP8 is off: {hardware.reason} The script runs in its own precision; "
                     f"--emulate computes FP8's rounding on any device.{bf16}"
                 )
-        self._write_status()
+        self.write_status()
 
     def _convert(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -275,11 +264,18 @@ class Run:
             self.record.coverage.watch(inner, plan)
         strict = self.options.backend == "fp8"
         model = Model(module, self.record, execution, strict=strict, plan=plan)
+        if plan is not None:
+            model.history = self._history(vars(inner)["_fp8_bank"])
         self.record.watch(module, torch.device(model.device_type()))
         self.models.append(model)
         if rank() == 0:
             inject_report.say_start(self, model)
         return model
+
+    def _history(self, bank: Any) -> Any:
+        from fp8patch.inject_history import History
+
+        return History(bank, self.options.log_every or 1)
 
     def _share(self, module: nn.Module) -> Model | None:
         """`module` holds converted modules: an evaluation, a copy, a wrapper made later."""
@@ -316,7 +312,9 @@ class Run:
         if part is None:
             return
         model.plan = vars(part)["_fp8_plan"]
-        self._banks.append(vars(part)["_fp8_bank"])
+        bank = vars(part)["_fp8_bank"]
+        self._banks.append(bank)
+        model.history = self._history(bank)
         self.record.coverage.watch(part, model.plan)
         self.record.watch(module, torch.device(model.device_type()))
         self.models.append(model)

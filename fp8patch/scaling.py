@@ -73,6 +73,8 @@ class Bank:
         # Scales move only where amax are reduced over a group: a call that one rank makes by itself
         # (of the module inside DDP) must neither wait for the others nor get ahead of them.
         self.collective = False
+        # Told before scales move, and when all state was replaced: an `inject_history.History`.
+        self.watcher: Any = None
         global _hooked
         if not _hooked:
             register_optimizer_step_post_hook(_after_optimizer_step)
@@ -182,23 +184,30 @@ class Bank:
         return home
 
     def numbers(self) -> Iterator[tuple[str, int, list[float]]]:
-        """(path, role, [last amax, scale, *counts]) of every slot; siblings give their leader's.
-
-        One read a device, however many slots.
-        """
-        on_device = {device: slots.numbers() for device, slots in self._slots.items()}
+        """(path, role, [last amax, scale, *counts]) of every slot, in one read a device."""
+        tables = [(rows, table.tolist()) for rows, table in self.tables()]
+        read = {row: values[row] for rows, values in tables for row in rows}
         for path in self.paths:
             for role in range(len(ROLES)):
                 owner = self.siblings.get(path, path) if role == INPUT else path
-                device = None if (owner, role) in self._saved else self._home_of(owner, role)
-                if device is not None:
-                    yield path, role, on_device[device][self._rows[owner] + role]
+                state = self._saved.get((owner, role))
+                if state is None and self._rows[owner] + role in read:
+                    yield path, role, read[self._rows[owner] + role]
                 else:
-                    state = self._saved.get((owner, role), NEVER_SET)
-                    newest = state.history[-1:] if float(state.amax) == 0 else state.amax[None]
-                    amax = float(newest) if len(newest) else 0.0
-                    counts = [float(count) for count in state.counts]
-                    yield path, role, [amax, float(state.scale), *counts]
+                    yield path, role, (state or NEVER_SET).numbers()
+
+    def tables(self) -> list[tuple[list[int], Tensor]]:
+        """(rows living there, `Slots.table`) a device; row 3 * i + role is that of `paths[i]`."""
+        slots = [(p, role) for p in self.paths for role in range(len(ROLES))]
+        homes = {self._rows[p] + role: self._home_of(p, role) for p, role in slots}
+        return [
+            ([row for row, home in homes.items() if home == device], on_device.table())
+            for device, on_device in self._slots.items()
+        ]
+
+    def pending(self) -> list[Tensor]:
+        """FP32 [S] a device: the amax observed since the last update."""
+        return [slots.pending for slots in self._slots.values()]
 
     def write(self, path: str, role: int, state: SlotState) -> None:
         """Replace the state of one slot."""
@@ -234,6 +243,8 @@ class Bank:
             module.outdate_weight()
             module._fp8_weight_state.replaced = False
             self._hand_out(module, slots)
+        if self.watcher is not None:
+            self.watcher.replaced()
 
     def forget(self, path: str) -> None:
         """Every slot of the module at `path` is as new: its next casts use the live amax."""
@@ -288,8 +299,10 @@ class Bank:
         if self.observation is not None:
             self._finish_observation(self.observation)
         if group is not None:
-            for slots in self._slots.values():
-                _reduce_max(slots.pending, group)
+            for pending in self.pending():
+                _reduce_max(pending, group)
+        if self.watcher is not None:
+            self.watcher.before_update(group)
         for slots in self._slots.values():
             slots.update()
         self._roll_saved()

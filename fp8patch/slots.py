@@ -48,6 +48,11 @@ class SlotState(NamedTuple):
     amax: Tensor
     counts: Tensor
 
+    def numbers(self) -> list[float]:
+        """[last amax, scale, *counts]."""
+        newest = self.history[-1:] if float(self.amax) == 0 else self.amax[None]
+        return [float(newest) if len(newest) else 0.0, float(self.scale), *self.counts.tolist()]
+
 
 NEVER_SET = SlotState(
     torch.zeros(0), torch.zeros(()), torch.zeros(()), torch.zeros(4, dtype=torch.int64)
@@ -148,14 +153,13 @@ class Slots:
             states.append(SlotState(*(t.clone() for t in (history, scale, amax, counts))))
         return states
 
-    def numbers(self) -> list[list[float]]:
-        """[last amax, scale, *counts] of every row, in one read of the device."""
+    def table(self) -> Tensor:
+        """FP64 [S, 6]: last amax, scale, *counts of every row; a copy on the device, no sync."""
         place = (self._cursor - 1).clamp(min=0) % self._history.shape[1]
         last = self._history.gather(1, place.unsqueeze(1))
         amax = torch.where(self._amax[:, :1] > 0, self._amax[:, :1], last)
         columns = (amax.double(), self._scale[:, :1].double(), self._counts.double())
-        numbers: list[list[float]] = torch.cat(columns, 1).tolist()
-        return numbers
+        return torch.cat(columns, 1)
 
     def write(self, row: int, state: SlotState) -> None:
         """Set one row. A history longer than the recipe's keeps its newest part."""

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from counted import Counted
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8patch
-from fp8patch import scaling
+from fp8patch import inject, scaling
 
 
 class MLP(nn.Module):
@@ -41,9 +42,9 @@ class Rank:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.reductions = 0
 
-    def backward(self) -> None:
+    def backward(self, loss_scale: float = 1.0) -> None:
         x = torch.randn(8, 32, generator=self.data) * (1 + 3 * self.rank)
-        self.model(x).square().mean().backward()
+        (loss_scale * self.model(x).square().mean()).backward()
 
     def step(self) -> None:
         self.optimizer.step()
@@ -105,10 +106,29 @@ class Rank:
             self.step()
         self.note("join")
 
+    def counts(self) -> None:
+        """Points every second step, micro-batches, and what this rank counted by itself."""
+        self.start()
+        counted = None
+        for step in range(5):
+            grows = 3.0**step  # faster than scales follow: gradients clip
+            with self.model.no_sync():
+                self.backward(grows)
+            # What the first call has converted.
+            counted = counted or Counted(self.model.module)
+            self.backward(grows)
+            self.optimizer.zero_grad()
+            self.step()
+            counted.step()
+        history = inject._run.models[-1].history
+        history.finish()
+        steps = [{f"{p} {r}": v for (p, r), v in step[0].items()} for step in counted.steps]
+        self.note("counts", history=history.to_dict(), counted=steps)
+
 
 def work(rank: int, port: int, directory: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    fp8patch.enable(backend="emulate")
+    fp8patch.enable(backend="emulate", log_every=2)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     this = Rank(rank)
     reduce = scaling._reduce_max
@@ -118,7 +138,7 @@ def work(rank: int, port: int, directory: str) -> None:
         reduce(*args)
 
     scaling._reduce_max = counted
-    for case in (this.plain, this.no_sync, this.one_rank_alone, this.join):
+    for case in (this.plain, this.no_sync, this.one_rank_alone, this.join, this.counts):
         case()
     with open(os.path.join(directory, f"{rank}.json"), "w") as file:
         json.dump(this.found, file)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 HERE = Path(__file__).resolve().parent
@@ -48,7 +49,36 @@ def test_under_join_scales_are_local_and_nobody_hangs(ranks: Any) -> None:
     assert "under DDP's join()" in said
 
 
+def test_counts_are_summed_over_ranks(ranks: Any) -> None:
+    """Those of every point but the last, which is taken when no rank may wait for another."""
+    first, second, _ = ranks
+    history = first["counts"]["history"]
+    assert history["steps"] == [2, 4, 5]
+    assert history["ranks"] == [2, 2, 1]
+    columns = ("saturated", "flushed", "non_finite", "seen")
+    different = 0
+    for slot in history["slots"]:
+        if slot["role"] == "weight":
+            continue
+        own, other = (
+            np.array([step[f"{slot['path']} {slot['role']}"] for step in rank["counts"]["counted"]])
+            for rank in (first, second)
+        )
+        found = np.array([slot[name] for name in columns]).T
+        # The first micro-batch came before the hooks that count; it is the observation, and clips
+        # and flushes nothing.
+        unseen = 2 * np.array([0, 0, 0, own[0, 3]])
+        assert (found[0] - own[1] - other[1]).tolist() == unseen.tolist()
+        assert (found[1] - (own + other)[3] + (own + other)[1]).tolist() == [0] * 4
+        assert (found[2] - own[4] + own[3]).tolist() == [0] * 4
+        different += bool((own[:, 0] != other[:, 0]).any())
+    assert different
+    assert [s["amax"][0] for s in history["slots"]] == [
+        s["amax"][0] for s in second["counts"]["history"]["slots"]
+    ]
+
+
 def test_rank_0_speaks_for_all(ranks: Any) -> None:
     said = ranks[2]
-    assert said.count("2 of 2 Linears in FP8") == 4  # four models, one rank
+    assert said.count("2 of 2 Linears in FP8") == 5  # five models, one rank
     assert said.count("summary:") == 1

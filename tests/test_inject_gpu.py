@@ -55,7 +55,7 @@ def test_fp8_runs_and_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[
         run.finish()
         assert run.execution == "fp8"
         assert run.record.coverage.totals()["fp8_calls"] == 4
-        assert len(run.record.step_seconds()) == 6
+        assert len(run.record.durations) == 6
         assert run.record.peak_memory()[0] > 2**30
     said = capsys.readouterr().err
     assert "reserved on the GPU" in said

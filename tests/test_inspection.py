@@ -61,13 +61,13 @@ def test_one_read_however_many_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = cases.start("llama-delayed")
     cases.train(model, optimizer, 0, 2)
     reads: list[int] = []
-    numbers = Slots.numbers
+    table = Slots.table
 
-    def counted(self: Slots) -> list[list[float]]:
+    def counted(self: Slots) -> torch.Tensor:
         reads.append(1)
-        return numbers(self)
+        return table(self)
 
-    monkeypatch.setattr(Slots, "numbers", counted)
+    monkeypatch.setattr(Slots, "table", counted)
     monkeypatch.setattr(Slots, "_read", None)
     assert len(fp8patch.metrics(model)) > 100
     assert len(reads) == 1

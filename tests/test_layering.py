@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("ops/*",),
     (
+        "readback.py",
         "slots.py",
         "observation.py",
         "scaling.py",
