@@ -118,7 +118,10 @@ class History:
         rows, tables = [], []
         for used, table in self._bank.tables():
             counts = table[:, _COUNTS:].clone()
-            table[:, _COUNTS:] -= self._before(table.device, counts)
+            before = self._before(table.device, counts)
+            # A slot that was forgotten since (its weight is another one) has begun at zero again.
+            begun = counts[:, SEEN:] < before[:, SEEN:]
+            table[:, _COUNTS:] = torch.where(begun, counts, counts - before)
             self._seen_before[table.device] = counts
             peak = self._peaks.pop(table.device)
             # What was not used since keeps its last amax; nan is no zero.

@@ -159,6 +159,16 @@ def test_restored_counts_are_not_counted_again() -> None:
                 assert found[:, at].sum(1).tolist() == resumed.counted.counts[key].tolist()
 
 
+def test_a_slot_that_begins_again_counts_from_zero() -> None:
+    training = Training(2).steps(0, 3)
+    training.model._fp8_bank.forget("0.up")
+    points = training.steps(3, 4).points()
+    found = series(points)
+    whole = np.diff([0, *(counts[0]["0.down", "input"][3] for counts in training.counted.steps)])
+    assert found["0.down", "input"][3].tolist() == [whole[:2].sum(), whole[2:].sum()]
+    assert found["0.up", "input"][3].tolist()[1] * 2 == found["0.up", "input"][3].tolist()[0]
+
+
 def test_the_number_of_points_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inject_history, "MOST_POINTS", 8)
     training = Training().steps(0, 37)
