@@ -54,6 +54,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "export.py",
         "inspection.py",
         "bench.py",
+        "doctor_*.py",
+        "doctor.py",
         "inject_*.py",
         "inject.py",
         "demo_*.py",
@@ -65,7 +67,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 
 # Third-party package -> files that may import it, wherever in the file. Others are free.
 FENCES: dict[str, tuple[str, ...]] = {
-    "accelerate": ("checkpoint*.py", "inject*.py"),
+    "accelerate": ("checkpoint*.py", "doctor_peers.py", "inject*.py"),
     "peft": (),
     "rich": ("cli/*",),
     "safetensors": ("checkpoint*.py", "export.py", "inspection.py"),
@@ -77,6 +79,7 @@ FENCES: dict[str, tuple[str, ...]] = {
         "checkpoint*.py",
         "export.py",
         "bench.py",
+        "doctor_peers.py",
         "inject*.py",
         "demo_*.py",
         "demo.py",
@@ -100,7 +103,12 @@ WITHOUT_TORCH = (
     "bootstrap/sitecustomize.py",
     "launch_signals.py",
     "launch.py",
+    "doctor_environment.py",
+    "doctor_machine.py",
+    "doctor_peers.py",
+    "doctor.py",
     "cli/__init__.py",
+    "cli/doctor.py",
     "cli/train.py",
     "__init__.py",
 )

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fp8patch.plan_types import Decision, Group, Plan
+    from fp8patch.recipe import Recipe
 
-__all__ = ["plan", "show"]
+__all__ = ["foot", "make_plan", "plan", "show"]
 
 # What a plan asks for when neither the flag nor the recipe says: nothing that gets slower.
 _MIN_GAIN = 1.0
@@ -43,24 +44,14 @@ def plan(
 
     Patterns are globs over module paths, such as "*.mlp.*"; "model.layers.0" is all of block 0.
     """
-    from fp8patch.errors import PlanError
     from fp8patch.recipe import Recipe
     from fp8patch.roofline import resolve_gpu
 
     # Both can fail, and in no time: before torch and transformers are loaded.
     loaded = Recipe.load(recipe)
     figures = resolve_gpu(gpu)
-
-    from transformers.utils import logging
-
-    from fp8patch.checkpoint_skeleton import model_from_config
-    from fp8patch.plan import plan_model
-
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    if min_gain is None:
-        min_gain = _MIN_GAIN if loaded.min_gain is None else loaded.min_gain
-    made = plan_model(
-        model_from_config(model),
+    made = make_plan(
+        model,
         loaded,
         only=only or (),
         skip=skip or (),
@@ -68,13 +59,7 @@ def plan(
         tokens=tokens,
         gpu=None if figures is None else figures.name,
         min_gain=min_gain,
-        meta=True,
     )
-    if not made.decisions:
-        raise PlanError(
-            f"{model}: nothing to plan: the {made.model} that this config builds has "
-            f"{made.params} parameters, and no Linear, Conv1D, norm or expert. Check its sizes."
-        )
     label = "an unknown GPU: no gain predicted" if figures is None else figures.label
 
     from fp8patch.cli import output
@@ -85,6 +70,34 @@ def plan(
         )
     else:
         show(made, output.console(), gpu=label, every=every)
+
+
+def make_plan(
+    model: str, recipe: "Recipe", *, min_gain: float | None = None, **options: Any
+) -> "Plan":
+    """The plan of what `model` names, without its weights; `options` are those of `plan_model`.
+
+    Raises:
+        CheckpointError: There is no such model.
+        PlanError: It can't be planned, or has nothing to plan.
+    """
+    from transformers.utils import logging
+
+    from fp8patch.checkpoint_skeleton import model_from_config
+    from fp8patch.errors import PlanError
+    from fp8patch.plan import plan_model
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    if min_gain is None:
+        min_gain = _MIN_GAIN if recipe.min_gain is None else recipe.min_gain
+    skeleton = model_from_config(model)
+    made = plan_model(skeleton, recipe, min_gain=min_gain, meta=True, **options)
+    if not made.decisions:
+        raise PlanError(
+            f"{model}: nothing to plan: the {made.model} that this config builds has "
+            f"{made.params} parameters, and no Linear, Conv1D, norm or expert. Check its sizes."
+        )
+    return made
 
 
 def show(plan: "Plan", screen: "Console", *, gpu: str, every: bool = False) -> None:
@@ -99,7 +112,7 @@ def show(plan: "Plan", screen: "Console", *, gpu: str, every: bool = False) -> N
     screen.print()
     for code, reason, times in _reasons(plan):
         screen.print(f"[yellow]{code}[/] ({times}): {reason}")
-    for line in _foot(plan):
+    for line in foot(plan):
         screen.print(line)
 
 
@@ -191,7 +204,8 @@ def _below(decision: "Decision", plan: "Plan") -> str:
     return decision.reason
 
 
-def _foot(plan: "Plan") -> list[str]:
+def foot(plan: "Plan") -> list[str]:
+    """What a plan comes to, in sentences with markup; the first two are its headline."""
     from fp8patch.cli.output import percent
 
     total = plan.summary()

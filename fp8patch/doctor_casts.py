@@ -1,0 +1,119 @@
+"""The cast operators against `numerics`, bit for bit: does a kernel compile, and is it right?
+
+On a GPU the operators are Triton kernels, compiled at their first use; elsewhere plain PyTorch.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fp8patch import numerics
+from fp8patch.doctor_types import CastTest, Outcome
+from fp8patch.messages import one_line
+from fp8patch.numerics import E4M3, E5M2, FP8_MAX
+from fp8patch.ops.quantize import padded, quantize, quantize_rowwise
+
+__all__ = ["check_casts"]
+
+# Odd in both dimensions, so that tiles are ragged and the transpose is padded.
+_SHAPE = (67, 131)
+
+
+def check_casts(device: str) -> list[CastTest]:
+    """Run every form of the cast on `device`."""
+    forms: dict[str, Callable[[str], list[str]]] = {
+        "scale given, E4M3": lambda where: _by_tensor(where, E4M3, live=False),
+        "scale given, E5M2": lambda where: _by_tensor(where, E5M2, live=False),
+        "scale from the tensor": lambda where: _by_tensor(where, E4M3, live=True),
+        "scale a row": _by_row,
+    }
+    return [CastTest(name=name, outcome=_outcome(form, device)) for name, form in forms.items()]
+
+
+def _outcome(form: Callable[[str], list[str]], device: str) -> Outcome:
+    try:
+        differ = form(device)
+    except Exception as error:  # a compiler can fail in any way
+        return Outcome(ok=False, ran=False, detail=one_line(error))
+    detail = f"not equal to the oracle: {', '.join(differ)}" if differ else ""
+    return Outcome(ok=not differ, ran=True, detail=detail)
+
+
+def _data(live: bool) -> Tensor:
+    x = torch.randn(_SHAPE, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[0, :8] = torch.tensor([0.0, -0.0, 1e-9, -1e-9, 300.0, -300.0, 2.0**-9, 2.0**-10])
+    if not live:  # a live amax that is not finite says nothing about the scale
+        x[1, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    return x
+
+
+def _by_tensor(device: str, dtype: torch.dtype, *, live: bool) -> list[str]:
+    x = _data(live)
+    limit = FP8_MAX[dtype]
+    # 300 clips, 1e-9 is flushed.
+    scale = torch.tensor(limit / 8)
+    used = numerics.scale_from_amax(numerics.amax(x), limit) if live else scale
+    x_fp8 = numerics.quantize(x, used, dtype)
+    amax, counts = _slot(device)
+    found = quantize(
+        x.to(device), scale.to(device), amax, counts, limit, dtype == E5M2, live, True, True
+    )
+    expected = (_padded(x_fp8), _transposed(x_fp8), used.reciprocal())
+    names = ("values", "transpose", "scale_inv")
+    return _differ(names, found, expected) + _slot_differs(x, used, x_fp8, amax, counts)
+
+
+def _by_row(device: str) -> list[str]:
+    x, limit = _data(live=True), FP8_MAX[E4M3]
+    x_fp8, scale = numerics.quantize_rowwise(x, E4M3, limit)
+    by_column, scale_t = numerics.quantize_rowwise(x.t(), E4M3, limit)
+    amax, counts = _slot(device)
+    found = quantize_rowwise(x.to(device), amax, counts, limit, False, True, True)
+    values, transpose, inverse, inverse_t = found
+    columns = len(scale_t)
+    expected = (_padded(x_fp8), by_column, scale.reciprocal(), scale_t.reciprocal())
+    here = (values, transpose[:columns, : _SHAPE[0]], inverse, inverse_t[:columns])
+    names = ("values", "transpose", "scale_inv", "scale_inv of the transpose")
+    return _differ(names, here, expected) + _slot_differs(x, scale, x_fp8, amax, counts)
+
+
+def _slot(device: str) -> tuple[Tensor, Tensor]:
+    amax = torch.zeros((), device=device)
+    return amax, torch.zeros(4, dtype=torch.int64, device=device)
+
+
+def _slot_differs(
+    x: Tensor, scale: Tensor, x_fp8: Tensor, amax: Tensor, counts: Tensor
+) -> list[str]:
+    expected = numerics.counts(x, scale, x_fp8)
+    return _differ(("amax", "counts"), (amax, counts), (numerics.amax(x), expected))
+
+
+def _differ(
+    names: tuple[str, ...], found: tuple[Tensor, ...], expected: tuple[Tensor, ...]
+) -> list[str]:
+    pairs = zip(names, found, expected, strict=True)
+    return [name for name, a, b in pairs if not _equal(a.cpu(), b)]
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit; of nan there is one."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.dtype in FP8_MAX:
+        same = a.contiguous().view(torch.uint8) == b.contiguous().view(torch.uint8)
+        return bool((same | (a.float().isnan() & b.float().isnan())).all())
+    return bool(torch.equal(a, b) or ((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _padded(x_fp8: Tensor, rows: int | None = None) -> Tensor:
+    """[M, K] with zeros up to [rows, padded K]."""
+    out = torch.zeros(rows or x_fp8.shape[0], padded(x_fp8.shape[1]), dtype=torch.uint8)
+    out[: x_fp8.shape[0], : x_fp8.shape[1]] = x_fp8.view(torch.uint8)
+    return out.view(x_fp8.dtype)
+
+
+def _transposed(x_fp8: Tensor) -> Tensor:
+    columns = x_fp8.view(torch.uint8).t().contiguous().view(x_fp8.dtype)
+    return _padded(columns, padded(x_fp8.shape[1]))
