@@ -1,6 +1,7 @@
-"""The cast operators against `numerics`, bit for bit: does a kernel compile, and is it right?
+"""The casts and the update of scales against `numerics`, bit for bit.
 
-On a GPU the operators are Triton kernels, compiled at their first use; elsewhere plain PyTorch.
+On a GPU these are Triton kernels, compiled at their first use: does each compile, and is it right?
+Elsewhere they are plain PyTorch.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from fp8patch import numerics
 from fp8patch.doctor_types import CastTest, Outcome
 from fp8patch.messages import one_line
 from fp8patch.numerics import E4M3, E5M2, FP8_MAX
+from fp8patch.ops.fused import delayed_update, many_casts
 from fp8patch.ops.quantize import padded, quantize, quantize_rowwise
 
 __all__ = ["check_casts"]
@@ -21,13 +23,16 @@ _SHAPE = (67, 131)
 
 
 def check_casts(device: str) -> list[CastTest]:
-    """Run every form of the cast on `device`."""
+    """Run every form of the cast, and the update, on `device`."""
     forms: dict[str, Callable[[str], list[str]]] = {
         "scale given, E4M3": lambda where: _by_tensor(where, E4M3, live=False),
         "scale given, E5M2": lambda where: _by_tensor(where, E5M2, live=False),
         "scale from the tensor": lambda where: _by_tensor(where, E4M3, live=True),
         "scale a row": _by_row,
+        "update of the scales": _update,
     }
+    if device != "cpu":
+        forms["weights in one launch"] = _weights
     return [CastTest(name=name, outcome=_outcome(form, device)) for name, form in forms.items()]
 
 
@@ -56,12 +61,17 @@ def _by_tensor(device: str, dtype: torch.dtype, *, live: bool) -> list[str]:
     used = numerics.scale_from_amax(numerics.amax(x), limit) if live else scale
     x_fp8 = numerics.quantize(x, used, dtype)
     amax, counts = _slot(device)
-    found = quantize(
-        x.to(device), scale.to(device), amax, counts, limit, dtype == E5M2, live, True, True
+    *found, sums = quantize(
+        x.to(device), scale.to(device), amax, counts, limit, dtype == E5M2, live, True, True, True
     )
     expected = (_padded(x_fp8), _transposed(x_fp8), used.reciprocal())
     names = ("values", "transpose", "scale_inv")
-    return _differ(names, found, expected) + _slot_differs(x, used, x_fp8, amax, counts)
+    wrong = _differ(names, tuple(found), expected)
+    # A sum of FP32 in any order: right to the last digits, and nan where there is one.
+    exact = x.double().sum(0)
+    if not torch.allclose(sums.cpu().double(), exact, rtol=1e-4, atol=1e-3, equal_nan=True):
+        wrong.append("column sums")
+    return wrong + _slot_differs(x, used, x_fp8, amax, counts)
 
 
 def _by_row(device: str) -> list[str]:
@@ -76,6 +86,49 @@ def _by_row(device: str) -> list[str]:
     here = (values, transpose[:columns, : _SHAPE[0]], inverse, inverse_t[:columns])
     names = ("values", "transpose", "scale_inv", "scale_inv of the transpose")
     return _differ(names, here, expected) + _slot_differs(x, scale, x_fp8, amax, counts)
+
+
+def _update(device: str) -> list[str]:
+    """Slots of every kind: within the history, past its end, never written, not finite."""
+    generator = torch.Generator().manual_seed(0)
+    history = torch.rand(5, 16, generator=generator)
+    history[3] = 0
+    cursor = torch.tensor([3, 16, 37, 0, 5])
+    pending = torch.tensor([0.5, 3e-39, 2.0, 0.25, torch.nan])
+    scale, limit = torch.ones(5), torch.full((5,), FP8_MAX[E4M3])
+    wrong = []
+    for algo in ("max", "most_recent"):
+        results = []
+        for update, where in ((numerics.delayed_update, "cpu"), (delayed_update, device)):
+            h, c, p, s = (x.to(where, copy=True) for x in (history, cursor, pending, scale))
+            update(h, c, p, s, limit.to(where), algo)
+            results.append((h, c, p, s))
+        names = tuple(f"{name} ({algo})" for name in ("history", "cursor", "pending", "scale"))
+        wrong += _differ(names, results[1], results[0])
+    return wrong
+
+
+def _weights(device: str) -> list[str]:
+    """Two weights in one launch, with a given scale."""
+    weights = [x.float() for x in (_data(live=True)[:64, :128], _data(live=True)[:48, 3:19])]
+    limit = FP8_MAX[E4M3]
+    scale = torch.tensor(limit / 8)
+    wrong, jobs, seen = [], [], []
+    for weight in weights:
+        x_fp8 = numerics.quantize(weight, scale, E4M3)
+        expected = (x_fp8, _transposed(x_fp8), scale.reciprocal())
+        found = tuple(torch.empty_like(x, device=device) for x in expected)
+        slot = _slot(device)
+        jobs.append((weight.contiguous().to(device), *found, scale.to(device), *slot))
+        seen.append((weight, x_fp8, expected, found, slot))
+    casts = many_casts(jobs)
+    if casts is None:  # without Triton they are cast one by one
+        return []
+    casts.run(limit, live=False, observe=True)
+    for weight, x_fp8, expected, found, slot in seen:
+        wrong += _differ(("values", "transpose", "scale_inv"), found, expected)
+        wrong += _slot_differs(weight, scale, x_fp8, *slot)
+    return wrong
 
 
 def _slot(device: str) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8patch import doctor_casts, doctor_gemms
+from fp8patch import doctor_casts, doctor_gemms, numerics
 from fp8patch.doctor_gemms import BAR_DB, KINDS, Kind, Operand
 
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -142,6 +142,7 @@ def _bit(x: Tensor) -> None:
         ("scale_inv", lambda found, amax, counts: found[2].mul_(1 + 1e-7)),
         ("amax", lambda found, amax, counts: amax.zero_()),
         ("counts", lambda found, amax, counts: counts[1].add_(1)),
+        ("column sums", lambda found, amax, counts: found[3].mul_(1.01)),
     ],
 )
 def test_a_cast_that_is_a_bit_off_is_seen(
@@ -156,7 +157,7 @@ def test_a_cast_that_is_a_bit_off_is_seen(
 
     monkeypatch.setattr(doctor_casts, "quantize", wrong)
     details = [test.outcome.detail for test in doctor_casts.check_casts("cpu")]
-    assert details == [f"not equal to the oracle: {part}"] * 3 + [""]
+    assert details == [f"not equal to the oracle: {part}"] * 3 + ["", ""]
 
 
 def test_a_kernel_that_does_not_compile_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,9 +165,18 @@ def test_a_kernel_that_does_not_compile_is_said(monkeypatch: pytest.MonkeyPatch)
         raise RuntimeError("ptxas\nfatal: unknown target")
 
     monkeypatch.setattr(doctor_casts, "quantize_rowwise", fails)
-    outcome = doctor_casts.check_casts("cpu")[-1].outcome
+    outcome = doctor_casts.check_casts("cpu")[3].outcome
     assert (outcome.ran, outcome.ok, outcome.detail) == (
         False,
         False,
         "ptxas fatal: unknown target",
     )
+
+
+def test_an_update_that_forgets_the_oldest_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(history: Tensor, cursor: Tensor, *rest: Any) -> None:
+        numerics.delayed_update(history[:, :15], cursor, *rest)
+
+    monkeypatch.setattr(doctor_casts, "delayed_update", wrong)
+    detail = doctor_casts.check_casts("cpu")[4].outcome.detail
+    assert detail.startswith("not equal to the oracle: history (max)")
