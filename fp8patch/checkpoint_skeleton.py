@@ -24,12 +24,13 @@ _PROBE_SECONDS = 3.0
 _MOST_BYTES = 8 << 20
 
 
-def model_from_config(source: str | Path) -> nn.Module:
-    """The model that `source` describes, on the meta device, in the class its config names.
+def model_from_config(source: str | Path, device: torch.device | str = "meta") -> nn.Module:
+    """The model that `source` describes, in the class its config names, without its weights.
 
     Args:
         source: A model directory, a config.json, or a name on the Hugging Face hub. Code that comes
             with a model is never run.
+        device: Where to build it; on any but meta its weights are random.
 
     Raises:
         CheckpointError: No such directory or file, no config in it, or one that cannot be read.
@@ -42,7 +43,7 @@ def model_from_config(source: str | Path) -> nn.Module:
     classes = _classes(config, source)
     failed = ""
     for cls in classes:
-        with torch.device("meta"):
+        with torch.device(device):
             try:
                 build = getattr(cls, "from_config", cls)
                 model: nn.Module = build(config)

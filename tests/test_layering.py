@@ -53,6 +53,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "checkpoint.py",
         "export.py",
         "inspection.py",
+        "bench_*.py",
         "bench.py",
         "doctor_*.py",
         "doctor.py",
@@ -72,13 +73,13 @@ FENCES: dict[str, tuple[str, ...]] = {
     "rich": ("cli/*",),
     "safetensors": ("checkpoint*.py", "export.py", "inspection.py"),
     # Importing it patches Inductor.
-    "torchao": ("bench.py", "export.py"),
+    "torchao": ("bench_*.py", "export.py"),
     "transformers": (
         "modules/conv1d.py",
         "convert.py",
         "checkpoint*.py",
         "export.py",
-        "bench.py",
+        "bench_*.py",
         "doctor_peers.py",
         "inject*.py",
         "demo_*.py",
