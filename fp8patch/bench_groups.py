@@ -10,9 +10,11 @@ from fp8patch.bench_workloads import Workload
 
 __all__ = ["Need", "groups", "needs"]
 
-# Weights, gradients and two moments in FP32; FP8 copies of the weights; a CUDA context and its
-# libraries.
-_STATE_BYTES = 16
+# Two moments, a gradient, a weight as autocast casts it, the FP8 copies of a weight, in bytes for
+# each; a CUDA context and its libraries.
+_MOMENTS = {"adamw": 8, "sgd": 0, "none": 0}
+_GRADIENT_BYTES = 4
+_CAST_BYTES = 2
 _FP8_BYTES = 2
 _CONTEXT_GIB = 1.5
 # Of what autograd keeps, inputs and outputs of the Linears in BF16 are the most; on BERT-large
@@ -45,8 +47,9 @@ def needs(workload: Workload, contenders: Sequence[Contender]) -> dict[str, Need
     found = {}
     for contender in contenders:
         fp8 = 0 if contender.family == "bf16" else _FP8_BYTES
-        held = params * (_STATE_BYTES + fp8) / _GIB + _CONTEXT_GIB
-        peak = held + activations / _GIB
+        each = next(model.parameters()).element_size() + _MOMENTS[workload.optimizer] + fp8
+        held = params * each / _GIB + _CONTEXT_GIB
+        peak = held + (params * (_GRADIENT_BYTES + _CAST_BYTES) + activations) / _GIB
         # A graph's memory is its own for as long as it lives.
         found[contender.name] = Need(peak if contender.mode == "graphs" else held, peak)
     return found
@@ -55,7 +58,7 @@ def needs(workload: Workload, contenders: Sequence[Contender]) -> dict[str, Need
 def groups(
     contenders: Sequence[Contender], need: Mapping[str, Need], capacity: float
 ) -> list[list[Contender]]:
-    """Split into groups that fit into `capacity` GiB, in order, each with the base in it.
+    """Split into groups that fit into `capacity` GiB, each with the base in it.
 
     What fits nowhere gets a group of its own all the same: its failure is a row like any other.
     """
@@ -64,9 +67,12 @@ def groups(
     for contender in contenders:
         if contender is base:
             continue
-        if len(made[-1]) > 1 and not _fits([*made[-1], contender], need, capacity):
-            made.append([base])
-        made[-1].append(contender)
+        for group in made:
+            if len(group) == 1 or _fits([*group, contender], need, capacity):
+                group.append(contender)
+                break
+        else:
+            made.append([base, contender])
     return made
 
 

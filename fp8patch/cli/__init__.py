@@ -33,8 +33,8 @@ COMMANDS: dict[str, str] = {
     "demo": "The whole story on a tiny model, on any machine, in under a minute.",
     "doctor": "What this machine runs in FP8, tested; what would be used, and why not more.",
     "plan": "What of a model would run in FP8, and why not more; reads no weights.",
-    "bench": "BF16 against FP8: step time, memory and kernels, side by side on your GPU.",
     "train": "Run any training script, unmodified, in FP8.",
+    "bench": "BF16 against FP8: step time, memory and kernels, side by side on your GPU.",
     "convert": "Write a patched checkpoint: the same weights, plus FP8 scales beside them.",
     "revert": "Write the plain checkpoint again.",
 }
