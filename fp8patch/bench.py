@@ -15,7 +15,7 @@ from queue import Empty, Queue
 from statistics import median, quantiles
 from typing import Any
 
-from fp8patch.bench_contenders import BASE, Contender, best_of
+from fp8patch.bench_contenders import BASE, CONTENDERS, Contender, Mode, best_of
 from fp8patch.bench_facts import commit
 from fp8patch.bench_groups import Need, groups, needs
 from fp8patch.bench_process import WORKER, Events, Worker
@@ -24,6 +24,7 @@ from fp8patch.bench_workloads import Workload
 __all__ = ["Settings", "run"]
 
 _CONTEXT_GIB = 1.0
+_BASES: dict[Mode, str] = {"eager": BASE, "compile": "bf16-compile", "graphs": "bf16-graphs"}
 # Seconds that the turns of one contender may take: those that are still compiling when no more are
 # left are given up for those that are ready.
 _TURNS = 8.0
@@ -283,11 +284,16 @@ def _rows(
         if settings.profile and result.finished is not None:
             row["top_kernels"] = result.finished["top_kernels"]
         rows.append(row)
-    base = next(row["step_ms"] for row in rows if row["contender"] == BASE)
+    times = {row["contender"]: row["step_ms"] for row in rows}
     for row in rows:
-        known = base is not None and row["step_ms"] is not None
-        row["ratio_bf16"] = base / row["step_ms"] if known else None
+        mode = CONTENDERS[row["contender"]].mode
+        row["ratio_bf16"] = _ratio(times[BASE], row["step_ms"])
+        row["ratio_same_mode"] = _ratio(times.get(_BASES[mode]), row["step_ms"])
     return rows
+
+
+def _ratio(base: float | None, other: float | None) -> float | None:
+    return None if base is None or other is None else base / other
 
 
 def _figures(workload: Workload, result: _Result) -> dict[str, Any]:

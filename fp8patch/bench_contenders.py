@@ -22,7 +22,9 @@ from fp8patch.convert import convert_model
 from fp8patch.errors import Fp8PatchError
 from fp8patch.plan import Plan, plan_model
 
-__all__ = ["BASE", "CONTENDERS", "DEFAULT", "Contender", "Prepared", "best_of", "expand", "prepare"]
+__all__ = [
+    "BASE", "CONTENDERS", "DEFAULT", "Contender", "Mode", "Prepared", "best_of", "expand", "prepare"
+]  # fmt: skip
 
 Family = Literal["bf16", "ours", "torchao", "te-swap", "te-layer"]
 Mode = Literal["eager", "compile", "graphs"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from fp8patch.errors import Fp8PatchError
 
-__all__ = ["REQUIRED", "kernels_text", "plot", "read_rows", "table", "write_rows"]
+__all__ = ["REQUIRED", "kernels_text", "plot", "read_rows", "table", "write_json", "write_rows"]
 
 Rows = Sequence[dict[str, Any]]
 
@@ -27,14 +27,19 @@ _OTHER_COLOUR = "#f29900"
 
 
 def write_rows(rows: Rows, path: Path) -> None:
-    """A JSON list, complete or not there at all: to a temporary name, then renamed.
+    """All rows as a JSON list; for the errors, see `write_json`."""
+    write_json(list(rows), path)
+
+
+def write_json(values: Any, path: Path) -> None:
+    """`values` as JSON, complete or not there at all: to a temporary name, then renamed.
 
     Raises:
         Fp8PatchError: The file cannot be written.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(json.dumps(list(rows), indent=1) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)

@@ -6,23 +6,22 @@ A training step of one Linear, M tokens, K in_features, N out_features:
     dgrad  grad_input   [M, K] = grad_output [M, N]  @ weight [N, K]
     wgrad  grad_weight  [N, K] = grad_output^T       @ input [M, K]
 
-A GEMM takes `max(2MNK / rate, bytes / copy speed) + 8 us`. FP8 about doubles the rate, and in
-return each operand has to be cast: `input` and `grad_output` once each, read in BF16 and written in
-FP8 twice (as it is for one GEMM, transposed for the other), the weight once a step. Small layers
-lose by that. The weight is FP32, as a stock script keeps it, so BF16 pays for a cast too.
+A GEMM takes `max(2MNK / rate, bytes / copy speed)` and a fixed time. FP8 about doubles the rate,
+and in return each operand has to be cast: `input` and `grad_output` once each, read in BF16 and
+written in FP8 twice (as it is for one GEMM, transposed for the other), the weight once a step.
+Small layers lose by that. The weight is FP32, as a stock script keeps it, so BF16 pays for a cast
+too.
 
-Calibration, from one H200 (torch 2.11): with 79 % of the data sheet's BF16 rate, 70 % of its FP8
-rate and 8 us a GEMM, 12288x1024x1024 takes 41 us in BF16 and 27 us in FP8, as measured, and large
-GEMMs reach the 780 and 1390 TFLOP/s that were seen. A copy reaches 89 % of the data sheet's
-bandwidth (4.28 TB/s), a cast 58 % of that, the cast of all weights 43 %. The fractions are taken to
-hold on the other GPUs, which nobody measured for this table.
+Rates and fixed times come from `rates`: a table that was measured on this GPU, or the
+fractions of the data sheet that were seen on one H200. With those 12288x1024x1024 takes 41 us in
+BF16 and 27 us in FP8, as measured.
 
-How far from torchao's roofline (H100, fprop and backward, no fusion, eleven shapes from
-4096x768x768 to 16384x8192x28672): `delayed` is within 0.15 of its tensorwise figure on all but the
-smallest shape (0.78 here, 0.45 there); `current`, `rowwise` and `rowwise_bf16_wgrad` are up to 0.25
-below their counterparts on the larger ones and as much as 0.22 above on the smallest. There an FP8
-GEMM runs at twice the BF16 rate, here at the 1.8 times that were measured; there weights are BF16
-and casts run at the speed of a copy, but every cast counts more launches.
+How far from torchao's roofline (H100 from its data sheet, fprop and backward, no fusion, eleven
+shapes from 4096x768x768 to 16384x8192x28672): `delayed` is within 0.15 of its tensorwise figure on
+all but the smallest shape (0.78 here, 0.45 there); `current`, `rowwise` and `rowwise_bf16_wgrad`
+are up to 0.25 below their counterparts on the larger ones and as much as 0.22 above on the
+smallest. There an FP8 GEMM runs at twice the BF16 rate, here at the 1.8 times that were measured;
+there weights are BF16 and casts run at the speed of a copy, but every cast counts more launches.
 
 Not in the prediction: casts that siblings share (q, k and v) or that an earlier layer takes over,
 which make FP8 better than it says, and the CPU's time to launch kernels, which makes it worse.
@@ -33,9 +32,10 @@ from dataclasses import dataclass, replace
 
 from fp8patch import hardware as hw
 from fp8patch.errors import PlanError
+from fp8patch.rates import Rates, from_data_sheet, measured
 from fp8patch.recipe import Precision, Recipe
 
-__all__ = ["GPUS", "Gpu", "predict_gain", "resolve_gpu"]
+__all__ = ["GPUS", "Gpu", "linear_seconds", "predict_gain", "rates_of", "resolve_gpu"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,16 +118,6 @@ GPUS: dict[str, Gpu] = {
 }
 DEFAULT_GPU = "h100"
 
-# Achieved fractions and fixed costs, see the module's docstring.
-_BF16_FRACTION = 0.79
-_FP8_FRACTION = 0.70
-_COPY_FRACTION = 0.89
-_CAST_OF_COPY = 0.58
-_WEIGHT_CAST_OF_COPY = 0.43
-_GEMM_SECONDS = 8e-6
-# What one more kernel costs on the GPU when the queue is full.
-_LAUNCH_SECONDS = 2e-6
-
 _BF16_BYTES = 2
 _FP32_BYTES = 4
 
@@ -177,9 +167,26 @@ def predict_gain(m: int, n: int, k: int, gpu: Gpu, recipe: Recipe | None = None)
         if value < 1:
             raise PlanError(f"{label}: {value} has no predicted time. Use a number of at least 1.")
     recipe = Recipe() if recipe is None else recipe
-    bf16 = _step_seconds(m, n, k, gpu, ("bf16", "bf16", "bf16"), recipe.scaling)
+    rates = rates_of(gpu)
+    bf16 = _step_seconds(m, n, k, rates, ("bf16", "bf16", "bf16"), recipe.scaling)
     precisions = (recipe.fprop, recipe.dgrad, recipe.wgrad)
-    return bf16 / _step_seconds(m, n, k, gpu, precisions, recipe.scaling)
+    return bf16 / _step_seconds(m, n, k, rates, precisions, recipe.scaling)
+
+
+def linear_seconds(
+    m: int, n: int, k: int, rates: Rates, *, fp8: bool, scaling: str = "delayed"
+) -> float:
+    """Seconds that a step of one Linear takes, all its GEMMs in FP8 or all in BF16."""
+    precision: Precision = "fp8" if fp8 else "bf16"
+    return _step_seconds(m, n, k, rates, (precision, precision, precision), scaling)
+
+
+def rates_of(gpu: Gpu) -> Rates:
+    """What was measured on this GPU, or else what its data sheet makes one expect."""
+    table = measured(gpu.name)
+    if table is not None:
+        return table
+    return from_data_sheet(gpu.bf16_tflops, gpu.fp8_tflops, gpu.memory_tbps)
 
 
 def _is(gpu: Gpu, device_name: str) -> bool:
@@ -193,50 +200,51 @@ def _step_seconds(
     m: int,
     n: int,
     k: int,
-    gpu: Gpu,
+    rates: Rates,
     precisions: tuple[Precision, Precision, Precision],
     scaling: str,
 ) -> float:
     fprop, dgrad, wgrad = (precision == "fp8" for precision in precisions)
-    total = sum(_gemm_seconds(m, n, k, gpu, fp8) for fp8 in (fprop, dgrad, wgrad))
+    total = sum(_gemm_seconds(m, n, k, rates, fp8) for fp8 in (fprop, dgrad, wgrad))
     # (elements, used as it is by an FP8 GEMM, used transposed by an FP8 GEMM)
-    total += _cast_seconds(m * k, fprop, wgrad, gpu, scaling)
-    total += _cast_seconds(m * n, dgrad, wgrad, gpu, scaling)
-    return total + _weight_seconds(n * k, fprop, dgrad, gpu, scaling)
+    total += _cast_seconds(m * k, fprop, wgrad, rates, scaling)
+    total += _cast_seconds(m * n, dgrad, wgrad, rates, scaling)
+    return total + _weight_seconds(n * k, fprop, dgrad, rates, scaling)
 
 
-def _gemm_seconds(m: int, n: int, k: int, gpu: Gpu, fp8: bool) -> float:
+def _gemm_seconds(m: int, n: int, k: int, rates: Rates, fp8: bool) -> float:
     """One GEMM over M, N and K; its traffic is that of fprop, much the same in the others."""
-    rate = gpu.fp8_tflops * _FP8_FRACTION if fp8 else gpu.bf16_tflops * _BF16_FRACTION
+    rate, fixed = (rates.fp8_tflops, rates.fp8_us) if fp8 else (rates.bf16_tflops, rates.bf16_us)
     operand_bytes = 1 if fp8 else _BF16_BYTES
     traffic = operand_bytes * (m * k + n * k) + _BF16_BYTES * m * n
     compute = 2 * m * n * k / (rate * 1e12)
-    return max(compute, traffic / _copy_bytes_per_second(gpu)) + _GEMM_SECONDS
+    return max(compute, traffic / (rates.copy_tbps * 1e12)) + fixed * 1e-6
 
 
-def _cast_seconds(elements: int, straight: bool, transposed: bool, gpu: Gpu, scaling: str) -> float:
+def _cast_seconds(
+    elements: int, straight: bool, transposed: bool, rates: Rates, scaling: str
+) -> float:
     """Quantising an activation or a gradient from BF16, for the GEMMs that want it."""
     outputs = int(straight) + int(transposed)
     if outputs == 0:
         return 0.0
     casts, amax_passes = _passes(straight, transposed, scaling)
-    copy = _copy_bytes_per_second(gpu)
-    seconds = elements * (casts * _BF16_BYTES + outputs) / (copy * _CAST_OF_COPY)
-    seconds += elements * amax_passes * _BF16_BYTES / copy
-    return seconds + (casts + amax_passes) * _LAUNCH_SECONDS
+    seconds = elements * (casts * _BF16_BYTES + outputs) / (rates.cast_tbps * 1e12)
+    seconds += elements * amax_passes * _BF16_BYTES / (rates.copy_tbps * 1e12)
+    return seconds + (casts + amax_passes) * rates.cast_us * 1e-6
 
 
-def _weight_seconds(elements: int, fprop: bool, dgrad: bool, gpu: Gpu, scaling: str) -> float:
+def _weight_seconds(elements: int, fprop: bool, dgrad: bool, rates: Rates, scaling: str) -> float:
     """What becomes of the FP32 weight, once a step: FP8, BF16, or both when GEMMs differ.
 
     All weights of a model share a launch, so none is counted.
     """
-    copy = _copy_bytes_per_second(gpu)
+    copy = rates.copy_tbps * 1e12
     seconds = 0.0
     if fprop or dgrad:
         casts, amax_passes = _passes(fprop, dgrad, scaling)
         traffic = elements * (casts * _FP32_BYTES + int(fprop) + int(dgrad))
-        seconds = traffic / (copy * _WEIGHT_CAST_OF_COPY)
+        seconds = traffic / (rates.weight_cast_tbps * 1e12)
         seconds += elements * amax_passes * _FP32_BYTES / copy
     if not (fprop and dgrad):
         seconds += elements * (_FP32_BYTES + _BF16_BYTES) / copy
@@ -250,7 +258,3 @@ def _passes(straight: bool, transposed: bool, scaling: str) -> tuple[int, int]:
         # its own, along the other dimension, and needs the amax of all columns first.
         return int(straight) + int(transposed), int(transposed)
     return 1, int(scaling == "current")
-
-
-def _copy_bytes_per_second(gpu: Gpu) -> float:
-    return gpu.memory_tbps * 1e12 * _COPY_FRACTION

@@ -39,6 +39,9 @@ def bench(
         Path | None, typer.Option(help="Measure nothing: show, and draw, an earlier --json file.")
     ] = None,
     profile: Annotated[bool, typer.Option(help="Keep and show the slowest kernels.")] = False,
+    gemm: Annotated[
+        bool, typer.Option("--gemm", help="Casts and GEMMs by shape instead of training steps.")
+    ] = False,
     emulate: Annotated[
         bool, typer.Option("--emulate", help="On the CPU, to try the command: no real figures.")
     ] = False,
@@ -56,18 +59,26 @@ def bench(
 
         _show(read_rows(from_json), plot_file, profile)
         return
+    if gemm:
+        _gemm(json_file)
+        return
     if model is None:
         raise typer.BadParameter("what to train: a model, or a named workload.", param_hint="MODEL")
     device, capacity = _device(emulate)
-    _quiet()
     from fp8patch.bench import Settings, run
     from fp8patch.bench_contenders import DEFAULT, expand
     from fp8patch.bench_report import write_rows
     from fp8patch.bench_workloads import resolve
+    from fp8patch.errors import Fp8PatchError
 
     workload = resolve(model, batch=batch, seq=seq)
     names = contenders.split(",") if contenders else _EMULATED if emulate else DEFAULT
     chosen = expand([name.strip() for name in names], workload)
+    if emulate and any(contender.mode == "graphs" for contender in chosen):
+        raise Fp8PatchError(
+            "a CPU has no CUDA graphs. Leave the contenders under graphs out with --emulate: "
+            f"--contenders {','.join(_EMULATED)}"
+        )
     _build_once(workload)
     settings = Settings(
         warmup=warmup,
@@ -92,6 +103,17 @@ def bench(
         raise typer.Exit(1)
 
 
+def _gemm(json_file: Path | None) -> None:
+    _device(emulate=False)
+    from fp8patch.bench_gemm import measure, text
+    from fp8patch.bench_report import write_json
+
+    found = measure(say=_say)
+    if json_file is not None:
+        write_json(found, json_file)
+    typer.echo(text(found))
+
+
 def _device(emulate: bool) -> tuple[str, float]:
     """Where to run, and GiB of memory there; HardwareError where there is no GPU with FP8."""
     from fp8patch.errors import HardwareError
@@ -113,14 +135,12 @@ def _device(emulate: bool) -> tuple[str, float]:
 
 def _build_once(workload: "Workload") -> None:
     """The user's model on the meta device: what is wrong with it is said here, in one line."""
-    if workload.source is not None:
-        workload.training(workload.model("meta"), "meta")
-
-
-def _quiet() -> None:
+    if workload.source is None:
+        return
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    workload.training(workload.model("meta"), "meta")
 
 
 def _say(text: str) -> None:
