@@ -5,7 +5,8 @@ counts go to the slot by atomics. With a scale from the tensor itself (`live`) a
 amax, and the second derives the scale from it on the device: no sync.
 
 Single bytes are slow to transpose through shared memory. So a thread reads the same columns of four
-neighbouring rows and packs their results into one 32-bit word: the transpose then moves words.
+neighbouring rows and packs their results into one 32-bit word (packing.py): the transpose then
+moves words.
 
 Bit equality with `numerics` needs three things said explicitly: divisions are correctly rounded
 (`div_rn`; a plain `/` compiles to a 2-ulp approximation), inf becomes nan before the saturating
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from fp8patch import numerics
 from fp8patch.ops.triton.launch import Launcher, size_class
+from fp8patch.ops.triton.packing import ASSEMBLY, cast_four
 
 # Rows, columns and warps of a tile, found with scripts/tune_quantize.py on an H200.
 TILE = (64, 128, 4)
@@ -63,50 +65,55 @@ def live_scale(bits, limit, FLOOR: tl.constexpr):
 
 
 @triton.jit
-def add_count(counts, column, flags):
-    number = tl.sum(flags)
-    if number > 0:
+def _one(flags):
+    # As floats: the compiler turns a sum of booleans into bit masks and their population count, at
+    # six instructions an element.
+    return tl.where(flags, 1.0, 0.0)
+
+
+@triton.jit
+def add_count(counts, column, ones):
+    number = tl.sum(ones)
+    if number > 0.0:
         tl.atomic_add(counts + column, number.to(tl.int64), sem="relaxed")
 
 
 @triton.jit
-def flushes(values, used, FLUSHES_TO: tl.constexpr):
-    return ((values != 0.0) & (tl.abs(values * used) <= FLUSHES_TO)).to(tl.int32)
+def _flushed(values, used, FLUSHES_TO: tl.constexpr):
+    return _one((values != 0.0) & (tl.abs(values * used) <= FLUSHES_TO))
 
 
 @triton.jit
-def store_row(x_fp8, quantized, m, k, rows, width, EVEN: tl.constexpr):
-    offsets = m.to(tl.int64)[:, None] * width + k[None, :]
+def _store_row(x_fp8, quantized, m, k, rows, width, EVEN: tl.constexpr):
+    target = x_fp8.to(tl.pointer_type(tl.uint8), bitcast=True)
+    target += m.to(tl.int64)[:, None] * width + k[None, :]
     if EVEN:
-        tl.store(x_fp8 + offsets, quantized)
+        tl.store(target, quantized)
     else:
-        tl.store(x_fp8 + offsets, quantized, mask=(m[:, None] < rows) & (k[None, :] < width))
+        tl.store(target, quantized, mask=(m[:, None] < rows) & (k[None, :] < width))
 
 
 @triton.jit
-def _byte(quantized, place: tl.constexpr):
-    return quantized.to(tl.uint8, bitcast=True).to(tl.uint32) << (8 * place)
-
-
-@triton.jit
-def store_tile(
-    x_fp8, x_fp8_t, q0, q1, q2, q3, m, k, rows, width, height,
-    TRANSPOSE: tl.constexpr, EVEN: tl.constexpr,
+def _store_tile(
+    x_fp8, x_fp8_t, s0, s1, s2, s3, w, k, rows, width, height,
+    TRANSPOSE: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Write rows m, m + 1, m + 2, m + 3 (m in steps of four), and the same transposed."""
-    store_row(x_fp8, q0, m, k, rows, width, EVEN)
-    store_row(x_fp8, q1, m + 1, k, rows, width, EVEN)
-    store_row(x_fp8, q2, m + 2, k, rows, width, EVEN)
-    store_row(x_fp8, q3, m + 3, k, rows, width, EVEN)
+    """Cast and write rows 4 w to 4 w + 3, and the same transposed, as word w of each row."""
+    words, b0, b1, b2, b3 = cast_four(s0, s1, s2, s3, x_fp8.dtype.element_ty, PTX)
+    _store_row(x_fp8, b0, 4 * w, k, rows, width, EVEN)
+    _store_row(x_fp8, b1, 4 * w + 1, k, rows, width, EVEN)
+    _store_row(x_fp8, b2, 4 * w + 2, k, rows, width, EVEN)
+    _store_row(x_fp8, b3, 4 * w + 3, k, rows, width, EVEN)
     if TRANSPOSE:
-        words = _byte(q0, 0) | _byte(q1, 1) | _byte(q2, 2) | _byte(q3, 3)
         # `height` is a multiple of 16, so that each row of the transpose holds whole words.
-        offsets = k.to(tl.int64)[:, None] * (height // 4) + (m // 4)[None, :]
+        # (w and not a row divided by four: the compiler has to see that neighbours are neighbours.)
+        words_a_row = tl.multiple_of(height // 4, 4)
+        offsets = k.to(tl.int64)[:, None] * words_a_row + w[None, :]
         target = x_fp8_t.to(tl.pointer_type(tl.uint32), bitcast=True) + offsets
         if EVEN:
             tl.store(target, tl.trans(words))
         else:
-            inside = (k[:, None] < width) & (m[None, :] < height)
+            inside = (k[:, None] < width) & (w[None, :] < words_a_row)
             tl.store(target, tl.trans(words), mask=inside)
 
 
@@ -118,40 +125,58 @@ def _outlier(
     scaled = values * used
     finite = tl.abs(values) < float("inf")
     if OBSERVE:
-        add_count(counts, 0, (finite & (tl.abs(scaled) > CLIPS)).to(tl.int32))
-        add_count(counts, 2, (finite == 0).to(tl.int32))
+        add_count(counts, 0, _one(finite & (tl.abs(scaled) > CLIPS)))
+        add_count(counts, 2, _one(finite == 0))
     return tl.where(finite, tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST), float("nan"))
 
 
 @triton.jit
+def _max_abs(a, b):
+    return tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def quantize_tile(
-    v0, v1, v2, v3, x_fp8, x_fp8_t, amax, counts, used, m, k, rows, width, height,
+    x, x_fp8, x_fp8_t, amax, counts, used, w, k, rows, cols, width, height, stride_m, stride_k,
     LARGEST: tl.constexpr, CLIPS: tl.constexpr, FLUSHES_TO: tl.constexpr,
-    OBSERVE: tl.constexpr, TRANSPOSE: tl.constexpr, EVEN: tl.constexpr,
+    OBSERVE: tl.constexpr, TRANSPOSE: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Cast four rows a thread, write them, and add to the slot what was seen."""
-    fp8: tl.constexpr = x_fp8.dtype.element_ty
-    store_tile(
-        x_fp8, x_fp8_t, (v0 * used).to(fp8), (v1 * used).to(fp8), (v2 * used).to(fp8),
-        (v3 * used).to(fp8), m, k, rows, width, height, TRANSPOSE, EVEN,
+    """Cast rows 4 w to 4 w + 3, write them, and add to the slot what was seen.
+
+    Returns the sums of each four values.
+    """
+    v0 = load_row(x, 4 * w, k, rows, cols, stride_m, stride_k, EVEN)
+    v1 = load_row(x, 4 * w + 1, k, rows, cols, stride_m, stride_k, EVEN)
+    v2 = load_row(x, 4 * w + 2, k, rows, cols, stride_m, stride_k, EVEN)
+    v3 = load_row(x, 4 * w + 3, k, rows, cols, stride_m, stride_k, EVEN)
+    _store_tile(
+        x_fp8, x_fp8_t, v0 * used, v1 * used, v2 * used, v3 * used, w, k, rows, width, height,
+        TRANSPOSE, EVEN, PTX,
     )  # fmt: skip
-    top = tl.maximum(tl.maximum(bits_of(v0), bits_of(v1)), tl.maximum(bits_of(v2), bits_of(v3)))
-    tile_bits = tl.max(top)
-    largest = tile_bits.to(tl.float32, bitcast=True)
-    # What only an outlier needs is done again, in the rare tile that holds one.
-    if (largest * used <= CLIPS) == 0:
-        q0 = _outlier(v0, used, counts, LARGEST, CLIPS, OBSERVE).to(fp8)
-        q1 = _outlier(v1, used, counts, LARGEST, CLIPS, OBSERVE).to(fp8)
-        q2 = _outlier(v2, used, counts, LARGEST, CLIPS, OBSERVE).to(fp8)
-        q3 = _outlier(v3, used, counts, LARGEST, CLIPS, OBSERVE).to(fp8)
-        store_tile(x_fp8, x_fp8_t, q0, q1, q2, q3, m, k, rows, width, height, TRANSPOSE, EVEN)
+    sums = (v0 + v1) + (v2 + v3)
+    tile_bits = tl.max(bits_of(_max_abs(_max_abs(v0, v1), _max_abs(v2, v3))))
     if OBSERVE:
         # Thousands of atomics on one address would queue up; most tiles have nothing to add to it.
         slot = amax.to(tl.pointer_type(tl.int32), bitcast=True)
         if tile_bits > tl.load(slot):
             tl.atomic_max(slot, tile_bits, sem="relaxed")
-        lost = flushes(v0, used, FLUSHES_TO) + flushes(v1, used, FLUSHES_TO)
-        add_count(counts, 1, lost + flushes(v2, used, FLUSHES_TO) + flushes(v3, used, FLUSHES_TO))
+        lost = _flushed(v0, used, FLUSHES_TO) + _flushed(v1, used, FLUSHES_TO)
+        lost += _flushed(v2, used, FLUSHES_TO) + _flushed(v3, used, FLUSHES_TO)
+        add_count(counts, 1, lost)
+    # What only an outlier needs is done again, from memory, in the rare tile that holds one.
+    if (tile_bits.to(tl.float32, bitcast=True) * used <= CLIPS) == 0:
+        v0 = load_row(x, 4 * w, k, rows, cols, stride_m, stride_k, EVEN)
+        v1 = load_row(x, 4 * w + 1, k, rows, cols, stride_m, stride_k, EVEN)
+        v2 = load_row(x, 4 * w + 2, k, rows, cols, stride_m, stride_k, EVEN)
+        v3 = load_row(x, 4 * w + 3, k, rows, cols, stride_m, stride_k, EVEN)
+        s0 = _outlier(v0, used, counts, LARGEST, CLIPS, OBSERVE)
+        s1 = _outlier(v1, used, counts, LARGEST, CLIPS, OBSERVE)
+        s2 = _outlier(v2, used, counts, LARGEST, CLIPS, OBSERVE)
+        s3 = _outlier(v3, used, counts, LARGEST, CLIPS, OBSERVE)
+        _store_tile(
+            x_fp8, x_fp8_t, s0, s1, s2, s3, w, k, rows, width, height, TRANSPOSE, EVEN, PTX
+        )  # fmt: skip
+    return sums
 
 
 @triton.jit
@@ -160,27 +185,23 @@ def _quantize_kernel(
     limit, rows, cols, height, width, stride_m, stride_k,
     LARGEST: tl.constexpr, CLIPS: tl.constexpr, FLUSHES_TO: tl.constexpr, FLOOR: tl.constexpr,
     LIVE: tl.constexpr, OBSERVE: tl.constexpr, TRANSPOSE: tl.constexpr, SUMS: tl.constexpr,
-    EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    EVEN: tl.constexpr, PTX: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     across = tl.cdiv(width, BK)
-    m = (pid // across) * BM + 4 * tl.arange(0, BM // 4)
+    w = (pid // across) * (BM // 4) + tl.arange(0, BM // 4)
     k = (pid % across) * BK + tl.arange(0, BK)
-    v0 = load_row(x, m, k, rows, cols, stride_m, stride_k, EVEN)
-    v1 = load_row(x, m + 1, k, rows, cols, stride_m, stride_k, EVEN)
-    v2 = load_row(x, m + 2, k, rows, cols, stride_m, stride_k, EVEN)
-    v3 = load_row(x, m + 3, k, rows, cols, stride_m, stride_k, EVEN)
     if LIVE:
         used = live_scale(bits, limit, FLOOR)
     else:
         used = tl.load(scale)
-    quantize_tile(
-        v0, v1, v2, v3, x_fp8, x_fp8_t, amax, counts, used, m, k, rows, width, height,
-        LARGEST, CLIPS, FLUSHES_TO, OBSERVE, TRANSPOSE, EVEN,
+    tile_sums = quantize_tile(
+        x, x_fp8, x_fp8_t, amax, counts, used, w, k, rows, cols, width, height, stride_m, stride_k,
+        LARGEST, CLIPS, FLUSHES_TO, OBSERVE, TRANSPOSE, EVEN, PTX,
     )  # fmt: skip
     if SUMS:
-        column_sums = tl.sum((v0 + v1) + (v2 + v3), 0)
-        tl.store(sums + (pid // across).to(tl.int64) * cols + k, column_sums, mask=k < cols)
+        target = sums + (pid // across).to(tl.int64) * cols + k
+        tl.store(target, tl.sum(tile_sums, 0), mask=k < cols)
     if pid == 0:
         tl.store(scale_inv, tl.div_rn(1.0, used))
         if OBSERVE:
@@ -249,6 +270,7 @@ def quantize(
         **_CONSTANTS[dtype],
         "FLOOR": numerics.AMAX_FLOOR,
         **dict(zip(("LIVE", "OBSERVE", "TRANSPOSE", "SUMS", "EVEN"), flags, strict=True)),
+        "PTX": ASSEMBLY[dtype] if x.is_cuda else "",
         "BM": bm,
         "BK": bk,
     }

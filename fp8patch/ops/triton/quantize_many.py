@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fp8patch import numerics
 from fp8patch.ops.triton.launch import Launcher
-from fp8patch.ops.triton.quantize import bits_of, live_scale, quantize_tile
+from fp8patch.ops.triton.packing import ASSEMBLY
+from fp8patch.ops.triton.quantize import bits_of, live_scale, load_row, quantize_tile
 
 # Rows, columns and warps of a tile, found with scripts/tune_quantize.py on an H200.
 TILE = (64, 128, 4)
@@ -44,13 +45,6 @@ def _field(table, index, column: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(x, m, k, rows, cols):
-    offsets = m.to(tl.int64)[:, None] * cols + k[None, :]
-    inside = (m[:, None] < rows) & (k[None, :] < cols)
-    return tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _amax_kernel(
     tiles, table, bits, TYPE: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr,
     BK: tl.constexpr,
@@ -61,7 +55,7 @@ def _amax_kernel(
     cols = tl.multiple_of(_field(table, index, 8, COLUMNS).to(tl.int32), 16)
     m = tl.load(tiles + tl.program_id(0) * 3 + 1) * BM + tl.arange(0, BM)
     k = tl.load(tiles + tl.program_id(0) * 3 + 2) * BK + tl.arange(0, BK)
-    top = tl.max(bits_of(_load_tile(x, m, k, rows, cols)))
+    top = tl.max(bits_of(load_row(x, m, k, rows, cols, cols, 1, False)))
     tl.atomic_max(bits + index, top, sem="relaxed")
 
 
@@ -69,7 +63,8 @@ def _amax_kernel(
 def _cast_kernel(
     tiles, table, bits, limit, TYPE: tl.constexpr, COLUMNS: tl.constexpr,
     LARGEST: tl.constexpr, CLIPS: tl.constexpr, FLUSHES_TO: tl.constexpr, FLOOR: tl.constexpr,
-    LIVE: tl.constexpr, OBSERVE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    LIVE: tl.constexpr, OBSERVE: tl.constexpr, PTX: tl.constexpr, BM: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     index = tl.load(tiles + pid * 3)
@@ -84,19 +79,15 @@ def _cast_kernel(
     counts = _field(table, index, 6, COLUMNS).to(tl.pointer_type(tl.int64))
     rows = tl.multiple_of(_field(table, index, 7, COLUMNS).to(tl.int32), 16)
     cols = tl.multiple_of(_field(table, index, 8, COLUMNS).to(tl.int32), 16)
-    m = down * BM + 4 * tl.arange(0, BM // 4)
+    w = down * (BM // 4) + tl.arange(0, BM // 4)
     k = across * BK + tl.arange(0, BK)
-    v0 = _load_tile(x, m, k, rows, cols)
-    v1 = _load_tile(x, m + 1, k, rows, cols)
-    v2 = _load_tile(x, m + 2, k, rows, cols)
-    v3 = _load_tile(x, m + 3, k, rows, cols)
     if LIVE:
         used = live_scale(bits + index, limit, FLOOR)
     else:
         used = tl.load(scale)
     quantize_tile(
-        v0, v1, v2, v3, x_fp8, x_fp8_t, amax, counts, used, m, k, rows, cols, rows,
-        LARGEST, CLIPS, FLUSHES_TO, OBSERVE, True, False,
+        x, x_fp8, x_fp8_t, amax, counts, used, w, k, rows, cols, cols, rows, cols, 1,
+        LARGEST, CLIPS, FLUSHES_TO, OBSERVE, True, False, PTX,
     )  # fmt: skip
     if (down == 0) & (across == 0):
         tl.store(scale_inv, tl.div_rn(1.0, used))
@@ -149,6 +140,7 @@ class ManyCasts:
             "FLOOR": numerics.AMAX_FLOOR,
             "LIVE": live,
             "OBSERVE": observe,
+            "PTX": ASSEMBLY[numerics.E4M3] if self._tiles.is_cuda else "",
             "BM": bm,
             "BK": bk,
         }
