@@ -130,6 +130,8 @@ class Prepared:
         before_step: What has to be called before each step.
         converted: GEMM modules in FP8.
         predicted: What our plan says that FP8 gains on all GEMMs together; None for an unknown GPU.
+        first_step_eager: The first step has to be run without compiled code.
+        left_eager: Blocks that were not compiled after all, and why.
     """
 
     model: nn.Module
@@ -137,6 +139,8 @@ class Prepared:
     before_step: Callable[[], None] = lambda: None
     converted: int = 0
     predicted: float | None = None
+    first_step_eager: bool = False
+    left_eager: Callable[[], dict[str, str]] = dict
 
 
 def prepare(contender: Contender, workload: Workload, model: nn.Module, device: str) -> Prepared:
@@ -154,9 +158,7 @@ def prepare(contender: Contender, workload: Workload, model: nn.Module, device: 
     else:
         prepared = _convert(contender, workload, model, device)
     if contender.mode != "eager":
-        graphs = contender.mode == "graphs"
-        ours = contender.family in ("bf16", "ours")
-        prepared.before_step = compile_model(prepared.model, graphs=graphs, ours=ours)
+        _compile(prepared, contender)
     return prepared
 
 
@@ -204,28 +206,31 @@ def _torchao(model: nn.Module, paths: set[str], recipe: str) -> int:
     return sum(type(module).__name__ == "Float8Linear" for module in model.modules())
 
 
-def compile_model(model: nn.Module, *, graphs: bool, ours: bool) -> Callable[[], None]:
-    """Compile the repeated blocks of `model`; returns what to call before each step.
+def _compile(prepared: Prepared, contender: Contender) -> None:
+    """Compile the repeated blocks, as a user of this package does, or with torch alone for peers.
 
-    Args:
-        model: Converted by now, if it is to be.
-        graphs: Under CUDA graphs.
-        ours: The way a user of this package does it; otherwise block by block with torch alone.
+    Raises:
+        Fp8PatchError: There are none.
     """
-    # One place to change when that module does.
-    compile_blocks: Any = None
-    if ours and importlib.util.find_spec("fp8patch.blocks") is not None:
-        compile_blocks = importlib.import_module("fp8patch.blocks").compile_blocks
-    blocks = _blocks(model)
+    graphs = contender.mode == "graphs"
+    blocks = _blocks(prepared.model)
+    compile_blocks = _our_compiler() if contender.family in ("bf16", "ours") else None
     if compile_blocks is not None and len(blocks) > 1:
-        compile_blocks(model, cuda_graphs=graphs)
+        compiled = compile_blocks(prepared.model, cuda_graphs=graphs)
+        prepared.left_eager = lambda: dict(compiled.left)
     else:
         for block in blocks:
             block.compile(mode="reduce-overhead" if graphs else None)
-    if not graphs:
-        return _nothing
-    mark: Callable[[], None] = torch.compiler.cudagraph_mark_step_begin
-    return mark
+        # Our first step only looks: what it finds is what is compiled.
+        prepared.first_step_eager = contender.family == "ours"
+    if graphs:
+        prepared.before_step = torch.compiler.cudagraph_mark_step_begin
+
+
+def _our_compiler() -> Any:
+    if importlib.util.find_spec("fp8patch.blocks") is None:
+        return None
+    return importlib.import_module("fp8patch.blocks").compile_blocks
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

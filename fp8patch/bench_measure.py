@@ -16,7 +16,7 @@ __all__ = ["TOP_KERNELS", "Session"]
 
 TOP_KERNELS = 25
 _GIB = 2**30
-_CPU_REPEATS = 5
+_CPU_REPEATS = 3
 
 
 class Session:
@@ -41,6 +41,10 @@ class Session:
         # The peak that counts is that of training: a script has its weights before.
         self.release()
 
+    def left_eager(self) -> dict[str, str]:
+        """Blocks that should have been compiled and were not, with the reason."""
+        return self._made.left_eager()
+
     def step(self) -> None:
         """One training step: forward, backward, optimizer."""
         self._made.before_step()
@@ -60,6 +64,10 @@ class Session:
 
     def warm_up(self, steps: int) -> None:
         """The first steps: observation, compilation, graph capture."""
+        if self._made.first_step_eager:
+            with torch.compiler.set_stance("force_eager"):
+                self.step()
+            self._made.first_step_eager = False
         for _ in range(steps):
             self.step()
         self._wait()

@@ -27,6 +27,7 @@ def main() -> None:
     try:
         from fp8patch.bench_facts import facts
 
+        _import_all(spec)
         _say(answers, {"event": "started", "facts": facts(spec["device"])})
         for line in sys.stdin:
             command = json.loads(line)
@@ -44,6 +45,14 @@ def main() -> None:
 def _say(answers: TextIO, message: dict[str, Any]) -> None:
     answers.write(json.dumps(message) + "\n")
     answers.flush()
+
+
+def _import_all(spec: dict[str, Any]) -> None:
+    """Everything that the session will want, the workload's library included."""
+    import fp8patch.bench_measure  # noqa: F401
+    from fp8patch.bench_workloads import Workload
+
+    Workload.from_dict(spec["workload"]).model("meta")
 
 
 def _session(spec: dict[str, Any]) -> Any:
@@ -65,6 +74,7 @@ def _warm(session: Any, command: dict[str, Any]) -> dict[str, Any]:
         "held_gib": session.held_gib(),
         "converted": session.converted,
         "predicted_gain": session.predicted,
+        "left_eager": session.left_eager(),
         "params": sum(p.numel() for p in session.model.parameters()),
     }
 

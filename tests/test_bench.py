@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 
 from fp8patch import bench_contenders, cli, hardware
 from fp8patch.bench import Settings, run
-from fp8patch.bench_contenders import CONTENDERS, best_of, compile_model, expand, prepare
+from fp8patch.bench_contenders import CONTENDERS, best_of, expand, prepare
 from fp8patch.bench_groups import Need, groups
 from fp8patch.bench_report import REQUIRED, kernels_text, plot, read_rows, table, write_rows
+from fp8patch.bench_turns import Group
 from fp8patch.bench_workloads import WORKLOADS, Workload, resolve
 from fp8patch.errors import Fp8PatchError
 
@@ -74,6 +75,7 @@ def test_one_that_fails_is_a_row_and_stops_nobody(
 STUB = """
 import json, os, sys, time
 name = json.loads(sys.argv[1])["contender"]
+if name == "te-swap": sys.exit(3)
 def say(**message): print(json.dumps(message), flush=True)
 say(event="started", facts={"gpu": "stub", "torch": "0"})
 for line in sys.stdin:
@@ -112,9 +114,24 @@ def test_a_process_that_dies_is_a_row() -> None:
     assert kernels_text(list(rows.values())).splitlines()[1].split() == ["2.000", "ms", "x3", "k"]
 
 
+def test_one_that_ends_before_its_group_has_begun_is_a_row_too() -> None:
+    settings = replace(QUICK, command=(sys.executable, "-c", STUB))
+    need = {name: Need(0.0, 0.0) for name in CONTENDERS}
+    members = [expand(["bf16"], TINY), expand(["te-swap"], TINY)]
+    both = [Group(TINY, each, need, settings, lambda text: None) for each in members]
+    for group in both:
+        group.start()
+    both[0].run(both[1:])
+    assert both[1].results["te-swap"].error == "the process ended with code 3"
+    both[1].run()
+    for group in both:
+        group.close()
+        assert group.results["bf16"].finished is not None
+
+
 def test_the_deadline_leaves_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8patch.bench._TURNS", 0.2)
-    monkeypatch.setattr("fp8patch.bench._RESERVE", 0.1)
+    monkeypatch.setattr("fp8patch.bench_turns._TURNS", 0.2)
+    monkeypatch.setattr("fp8patch.bench_turns._RESERVE", 0.1)
     began = time.monotonic()
     rows = _stub(["bf16", "bf16-graphs", "fp8-compile"], deadline=began + 3)
     assert time.monotonic() - began < 10
@@ -159,7 +176,7 @@ def test_everybody_converts_the_same_layers(monkeypatch: pytest.MonkeyPatch) -> 
     ours = {n for n in taken["ours"] if hasattr(model.get_submodule(n), "in_features")}
     asked: list[set[str]] = []
     monkeypatch.setattr(bench_contenders, "_torchao", lambda _, paths, __: asked.append(paths) or 1)
-    monkeypatch.setattr(bench_contenders, "compile_model", lambda *_, **__: lambda: None)
+    monkeypatch.setattr(bench_contenders, "_compile", lambda *_: None)
     prepare(CONTENDERS["torchao-rowwise"], TINY, TINY.model("cpu"), "cpu")
     monkeypatch.setattr("fp8patch.bench_te.swap", lambda _, paths: asked.append(paths) or 1)
     prepare(CONTENDERS["te-swap"], TINY, TINY.model("cpu"), "cpu")
@@ -182,7 +199,7 @@ def test_the_innermost_layers_are_compiled() -> None:
     found = bench_contenders._blocks(nn.ModuleDict({"outer": outer, "flat": nn.ModuleList()}))
     assert len(found) == 4
     with pytest.raises(Fp8PatchError, match="no repeated layers"):
-        compile_model(nn.Linear(4, 4), graphs=False, ours=False)
+        bench_contenders._blocks(nn.Linear(4, 4))
 
 
 @pytest.fixture
