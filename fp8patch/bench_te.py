@@ -5,6 +5,7 @@ Delayed scaling with its defaults. Parameters stay the objects they are, so ties
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,12 +30,15 @@ def _engine() -> Any:
 
 def region() -> AbstractContextManager[Any]:
     """Its FP8 region; once around each forward."""
+    context: AbstractContextManager[Any] = _engine().autocast(enabled=True, recipe=_recipe())
+    return context
+
+
+@cache
+def _recipe() -> Any:
     from transformer_engine.common.recipe import DelayedScaling
 
-    context: AbstractContextManager[Any] = _engine().fp8_autocast(
-        enabled=True, fp8_recipe=DelayedScaling()
-    )
-    return context
+    return DelayedScaling()
 
 
 def swap(model: nn.Module, paths: set[str]) -> int:
