@@ -23,6 +23,7 @@ _PUBLIC = {
     "Recipe": "fp8patch.recipe",
     "RecipeError": "fp8patch.errors",
     "autocast": "fp8patch.amp",
+    "compile_blocks": "fp8patch.blocks",
     "convert_model": "fp8patch.convert",
     "enable": "fp8patch.inject",
     "invalidate": "fp8patch.inspection",
@@ -46,6 +47,7 @@ __all__ = [
     "RecipeError",
     "__version__",
     "autocast",
+    "compile_blocks",
     "convert_model",
     "enable",
     "invalidate",
@@ -58,6 +60,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from fp8patch.amp import autocast
+    from fp8patch.blocks import compile_blocks
     from fp8patch.checkpoint import load, save
     from fp8patch.convert import convert_model, revert_model
     from fp8patch.errors import (

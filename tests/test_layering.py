@@ -52,6 +52,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "checkpoint_*.py",
         "checkpoint.py",
+        "blocks_*.py",
+        "blocks.py",
         "export.py",
         "inspection.py",
         "bench_*.py",

@@ -1,0 +1,220 @@
+"""One block's training forward: which graph runs it, and what happens where there can't be one.
+
+Each structure (blocks that one graph can serve) is compiled twice at most: for the first shapes
+that it meets, and once for all others. Left to itself, Dynamo makes a graph for each dimension that
+starts to move: a new length, then a smaller last batch.
+
+Everything is compiled with `fullgraph=True`. A block that can't be is then known before anything of
+it has run, and runs eagerly as a whole, by name; a graph break inside would leave it slower than
+either, in silence.
+"""
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from fp8patch import messages
+
+__all__ = ["COMPILED", "EAGER", "GRAPHS", "BlockCall", "Mode", "Structure"]
+
+Mode = Literal["eager", "compiled", "graphs"]
+EAGER: Mode = "eager"
+COMPILED: Mode = "compiled"
+GRAPHS: Mode = "graphs"
+
+# Graphs are recorded anew for every shape; beyond so many a structure, shapes run without.
+_MOST_SHAPES = 8
+# Graphs for one kind of block: static and dynamic, each with an attention mask and without.
+_GRAPHS_A_VARIANT = 4
+
+
+class Structure:
+    """Blocks that one compiled graph can serve.
+
+    Attributes:
+        name: What messages call it: "model.layers.0 to model.layers.11 (LlamaDecoderLayer)".
+        first: The shape that the static graph is for.
+        failed: {(dynamic, graphs): why} of what can't be compiled.
+    """
+
+    def __init__(self, name: str, backend: str | Callable[..., Any], variants: int) -> None:
+        self.name = name
+        self.first: Any = None
+        self.failed: dict[tuple[bool, bool], str] = {}
+        self._backend = backend
+        self._limit = _GRAPHS_A_VARIANT * variants
+        self._compiled: dict[tuple[bool, bool], Callable[..., Any]] = {}
+        self._shapes: set[Any] = set()
+
+    def choose(self, shape: Any, graphs: bool) -> tuple[bool, bool]:
+        """(dynamic, graphs) for an input of this shape."""
+        if self.first is None:
+            self.first = shape
+        dynamic = shape != self.first
+        if graphs and dynamic and shape not in self._shapes:
+            if len(self._shapes) >= _MOST_SHAPES:
+                messages.once(
+                    f"shapes {self.name}",
+                    f"{self.name}: more than {_MOST_SHAPES} shapes, so further ones run compiled "
+                    "but without a CUDA graph: pad batches to a few lengths.",
+                )
+                return True, False
+            self._shapes.add(shape)
+        return dynamic, graphs
+
+    def compiled(self, kind: tuple[bool, bool]) -> Callable[..., Any]:
+        """A function of (block, args, kwargs)."""
+        function = self._compiled.get(kind)
+        if function is None:
+            function = self._compiled[kind] = _compile(*kind, self._backend, self._limit)
+        return function
+
+
+def _compile(
+    dynamic: bool, graphs: bool, backend: str | Callable[..., Any], limit: int
+) -> Callable[..., Any]:
+    options: dict[str, Any] = {"fullgraph": True, "backend": backend}
+    if graphs and backend == "inductor":
+        options["mode"] = "reduce-overhead"
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        options["recompile_limit"] = max(limit, torch._dynamo.config.recompile_limit)
+    elif torch._dynamo.config.recompile_limit < limit:
+        torch._dynamo.config.recompile_limit = limit
+    compiled: Callable[..., Any] = torch.compile(_own_code(), **options)
+    return _for_any_shape(compiled) if dynamic else compiled
+
+
+def _own_code() -> Callable[..., Any]:
+    """A function whose graphs, recompiles and record of moving sizes are its own: Dynamo keeps them
+    by code object, and `block.compile()` would have all classes of all models share one."""
+
+    def forward(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return type(block).forward(block, *args, **kwargs)
+
+    number = next(_numbers)
+    # The sizes that move are kept by name and line.
+    forward.__code__ = forward.__code__.replace(
+        co_name=f"fp8patch_block_{number}", co_firstlineno=forward.__code__.co_firstlineno
+    )
+    return forward
+
+
+_numbers = iter(range(1 << 62))
+
+
+def _for_any_shape(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have every size of every tensor be able to move, and sizes that are equal by chance (1024
+    tokens of 1024 features) be told apart. `dynamic=True` would do the same to the numbers on the
+    modules, which then costs a second tracing."""
+    import torch.fx.experimental._config as config
+
+    apart = config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+
+    def call(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        _mark(args)
+        _mark(kwargs.values())
+        with apart:
+            return function(block, args, kwargs)
+
+    return call
+
+
+def _mark(values: Iterable[Any]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            # A mask is the same object for every block.
+            if not hasattr(value, "_dynamo_weak_dynamic_indices"):
+                moving = [i for i, size in enumerate(value.shape) if size > 1]
+                torch._dynamo.maybe_mark_dynamic(value, moving)
+        elif isinstance(value, tuple | list):
+            _mark(value)
+
+
+class BlockCall:
+    """What `block(...)` calls. It stands in the block's `_compiled_call_impl`, which copies and
+    pickles leave out."""
+
+    def __init__(
+        self, path: str, block: nn.Module, structure: Structure, mode: Callable[[], Mode]
+    ) -> None:
+        self.path = path
+        self.structure = structure
+        self.left: str | None = None
+        self._block = weakref.ref(block)
+        self._mode = mode
+        self._through_hooks = (
+            functools.partial(self._forward, False),
+            functools.partial(self._forward, True),
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        block: Any = self._block()
+        mode = self._mode()
+        if mode is EAGER or self.left is not None:
+            return block._call_impl(*args, **kwargs)
+        if "forward" in block.__dict__:
+            self._leave("another forward was set on the instance (a hook of accelerate's?)")
+            return block._call_impl(*args, **kwargs)
+        if not _hooked(block):
+            return self._forward(mode is GRAPHS, *args, **kwargs)
+        # Hooks on the block itself (FSDP's, or those that collect outputs) run as they are, around
+        # the compiled forward.
+        block.__dict__["forward"] = self._through_hooks[mode is GRAPHS]
+        try:
+            return block._call_impl(*args, **kwargs)
+        finally:
+            block.__dict__.pop("forward", None)
+
+    def _forward(self, graphs: bool, /, *args: Any, **kwargs: Any) -> Any:
+        block: Any = self._block()
+        structure = self.structure
+        kind = structure.choose(_shape(args, kwargs), graphs)
+        if kind not in structure.failed:
+            try:
+                return structure.compiled(kind)(block, args, kwargs)
+            except _failures() as error:
+                # Raised while compiling, before anything has run.
+                self._give_up(kind, error)
+        return type(block).forward(block, *args, **kwargs)
+
+    def _give_up(self, kind: tuple[bool, bool], error: Exception) -> None:
+        if type(error).__name__ == "FailOnRecompileLimitHit":
+            self._leave("too many graphs: something in it changes from call to call")
+            return
+        why = messages.one_line(error)
+        self.structure.failed[kind] = why
+        which = " for shapes other than the first" if kind[0] else ""
+        messages.warn(f"{self.structure.name}: left eager{which}, it can't be compiled: {why}.")
+
+    def _leave(self, why: str) -> None:
+        self.left = why
+        messages.warn(f"{self.path}: left eager, {why}.")
+
+
+@functools.cache
+def _failures() -> tuple[type[Exception], ...]:
+    from torch._dynamo import exc
+
+    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
+
+
+def _hooked(block: Any) -> bool:
+    return bool(
+        block._forward_hooks
+        or block._forward_pre_hooks
+        or block._backward_hooks
+        or block._backward_pre_hooks
+    )
+
+
+def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of the first tensor, the hidden states; all others go by it."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value.shape
+    return None

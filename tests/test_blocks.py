@@ -1,0 +1,259 @@
+"""`compile_blocks`: which blocks it finds, when they run compiled, and what can't be."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fp8patch
+from fp8patch.blocks_find import find_blocks, structure, variants
+
+# Dynamo's own: it looks at .grad of whatever it is given, and makes a Function to trace one.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+
+D = 32
+
+
+class Block(nn.Module):
+    def __init__(self, features: int = D) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(features, 64), nn.Linear(64, features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    """What goes into its first block has a gradient, as after an embedding."""
+
+    def __init__(self, kind: Any = Block, count: int = 3) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(D))
+        self.blocks = nn.ModuleList([kind() for _ in range(count)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Two(nn.Module):
+    def __init__(self, a: nn.Module, b: nn.Module) -> None:
+        super().__init__()
+        self.a, self.b = a, b
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.a(x))
+        return y
+
+
+@pytest.fixture(autouse=True)
+def _reset() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def convert(model: nn.Module) -> Any:
+    return fp8patch.convert_model(model, include=("*",))
+
+
+def build(kind: Any = Block, count: int = 3) -> Any:
+    torch.manual_seed(0)
+    return convert(Model(kind, count))
+
+
+def compile_blocks(model: Any) -> tuple[Any, CompileCounterWithBackend]:
+    counter = CompileCounterWithBackend("aot_eager")
+    return fp8patch.compile_blocks(model, backend=counter), counter
+
+
+def step(model: Any, x: Tensor, optimizer: Any = None) -> list[Tensor]:
+    with torch.autocast("cpu", torch.bfloat16), fp8patch.autocast(backend="emulate"):
+        y = model(x)
+    y.float().square().mean().backward()
+    seen = [y.detach(), *(p.grad.clone() for p in model.parameters())]
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(p.dtype == q.dtype and torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+def paths(model: nn.Module) -> list[str]:
+    return [block.path for block in find_blocks(model)]
+
+
+# -- which blocks ----------------------------------------------------------------------------------
+
+
+def test_blocks_of_a_list_and_of_a_sequential() -> None:
+    model = nn.ModuleDict({"a": nn.ModuleList([Block(), Block()]), "b": nn.Sequential(Block())})
+    assert paths(convert(model)) == ["a.0", "a.1"]  # one block is none
+    model = nn.Sequential(nn.Linear(D, D), Block(), nn.ReLU(), Block())
+    assert paths(convert(model)) == ["1", "3"]
+
+
+def test_the_inner_repetition_counts_where_it_is_most_of_the_outer() -> None:
+    def stage(inner: int) -> nn.Module:
+        return nn.ModuleDict({"blocks": Model(count=inner), "down": nn.Linear(D, 64)})
+
+    stages = nn.ModuleList([stage(2), stage(3)])
+    inner = [f"{s}.blocks.blocks.{b}" for s, n in ((0, 2), (1, 3)) for b in range(n)]
+    assert paths(convert(stages)) == inner
+
+    class Adapted(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.adapters = nn.ModuleList([nn.Sequential(nn.Linear(D, 16)) for _ in range(2)])
+            self.wide = nn.Linear(D, 256)
+
+    assert paths(convert(nn.ModuleList([Adapted(), Adapted()]))) == ["0", "1"]
+
+
+def test_linears_in_a_row_are_no_blocks() -> None:
+    assert paths(convert(nn.Sequential(nn.Linear(D, D), nn.ReLU(), nn.Linear(D, D)))) == []
+
+
+def test_a_model_without_fp8_has_blocks_that_hold_linears() -> None:
+    model = Model()
+    assert len(paths(model)) == 3
+    # What is converted counts, where anything is.
+    torch.manual_seed(0)
+    both = Two(Model(), Model())
+    fp8patch.convert_model(both, only=("a.*",), include=("*",))
+    assert {path[0] for path in paths(both)} == {"a"}
+
+
+def test_a_shared_block_is_found_once() -> None:
+    block = Block()
+    assert len(paths(convert(nn.ModuleList([block, block, Block()])))) == 2
+
+
+def test_structures_and_their_variants() -> None:
+    blocks = [Block() for _ in range(4)]
+    assert len({structure(block) for block in (*blocks, Block(16))}) == 2
+    frozen = Block()
+    frozen.up.weight.requires_grad_(False)
+    assert structure(frozen) != structure(blocks[0])
+    for i, block in enumerate(blocks):
+        block.layer_idx, block.shift = i, i % 2  # type: ignore[assignment]
+    assert variants(blocks) == 2
+
+
+# -- how they run ----------------------------------------------------------------------------------
+
+
+def test_compiled_training_is_eager_training() -> None:
+    """Bit for bit, over shapes, with evaluation in between; two graphs, static and dynamic."""
+    eager, compiled = build(), build()
+    found, counter = compile_blocks(compiled)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, compiled)]
+    graphs = []
+    for shape in ((4, 8), (4, 8), (4, 12), (3, 12), (4, 16), (4, 8)):
+        x = torch.randn(*shape, D)
+        a, b = (step(m, x, o) for m, o in zip((eager, compiled), optimizers, strict=True))
+        assert equal(a, b)
+        before = counter.frame_count
+        with torch.no_grad(), fp8patch.autocast(backend="emulate"):
+            assert torch.equal(eager(x), compiled(x))
+        assert counter.frame_count == before
+        graphs.append(before)
+    assert graphs == [0, 1, 2, 2, 2, 2]  # the first step is watched, and eager
+    assert found.left == {}
+    assert list(found.structures.values()) == [3]
+
+
+def test_without_fp8_the_first_step_is_compiled() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    _, counter = compile_blocks(model)
+    x = torch.randn(2, 8, D)
+    model(x).sum().backward()
+    assert counter.frame_count == 1
+    with torch.no_grad():
+        model(x)
+    assert counter.frame_count == 1
+
+
+def test_what_breaks_is_left_eager_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+    class Breaks(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    model = convert(Two(Model(Breaks), Model()))
+    found, counter = compile_blocks(model)
+    for _ in range(3):
+        step(model, torch.randn(2, 8, D), torch.optim.SGD(model.parameters(), lr=0.1))
+    (name,) = found.left
+    assert name == "a.blocks.0 to a.blocks.2 (Breaks)"
+    assert capsys.readouterr().err.count("left eager") == 1
+    assert counter.frame_count == 1
+
+
+def test_one_that_needs_too_many_graphs_is_left_eager_and_named() -> None:
+    class Counts(Block):
+        number = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.number
+
+    eager, model = build(Counts, 2), build(Counts, 2)
+    found, counter = compile_blocks(model)
+    for number in range(1, 14):
+        for m in (eager, model):
+            m.blocks[0].number = m.blocks[1].number = number
+        x = torch.randn(2, 8, D)
+        assert equal(step(eager, x), step(model, x))
+    assert set(found.left) == {"blocks.0", "blocks.1"}
+    assert counter.frame_count <= 8
+
+
+def test_undo_copies_and_calling_it_again() -> None:
+    model = build()
+    x = torch.randn(2, 8, D)
+    found, counter = compile_blocks(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, x, optimizer)
+    twin = copy.deepcopy(model)
+    step(twin, x)
+    assert counter.frame_count == 0  # nothing of it is compiled
+    _, second = compile_blocks(model)
+    step(model, x, optimizer)
+    assert (counter.frame_count, second.frame_count) == (0, 1)
+    assert all(block._compiled_call_impl is not None for block in model.blocks)
+    fp8patch.compile_blocks(model, backend="aot_eager").undo()
+    assert all(block._compiled_call_impl is None for block in model.blocks)
+    hooks = len(model._forward_pre_hooks), len(model._forward_hooks)
+    assert hooks == (1, 1)  # those of the conversion
+    step(model, x)
+    assert second.frame_count == 1
+    found.undo()
+
+
+def test_hooks_of_a_block_run_around_it() -> None:
+    eager, model = build(), build()
+    seen: list[Any] = []
+    for m in (eager, model):
+        m.blocks[1].register_forward_hook(lambda m, a, o: seen.append(type(m)) or o * 2)
+        m.blocks[1].register_full_backward_hook(lambda m, i, o: seen.append(o[0].shape))
+    _, counter = compile_blocks(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, model)]
+    for _ in range(2):
+        x = torch.randn(2, 8, D)
+        a, b = (step(m, x, o) for m, o in zip((eager, model), optimizers, strict=True))
+        assert equal(a, b)
+    assert counter.frame_count == 1
+    assert len(seen) == 8
