@@ -1,0 +1,200 @@
+"""`norm` and `norm_backward`: LayerNorm and RMSNorm with FP32 statistics, in one read of the input.
+
+    center=True    y = (x - mean) * rstd * w + b        LayerNorm
+    center=False   y = x * rstd * w                     RMSNorm; `offset`: * (1 + w), as in Gemma
+
+All arithmetic is FP32 whatever the dtypes are, and a result is rounded once, when it is written.
+(Stock RMSNorms round x * rstd to the input's dtype before they multiply; that only loses digits.)
+The output's dtype is an argument: under autocast stock norms write FP32, and where only GEMMs read
+it that is twice the traffic for nothing.
+
+In eager nothing goes through the dispatcher, which costs eight microseconds a call: a small model
+has no time for that. A compiler traces the operators, which are the same functions.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8patch import messages
+
+# The kernels hold whole rows in registers.
+MAX_COLUMNS = 32768
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_library = torch.library.Library("fp8patch", "FRAGMENT")
+_library.define(
+    "norm(Tensor x, Tensor? weight, Tensor? bias, float eps, bool center, bool offset, "
+    "ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool center, "
+    "bool offset, bool parameters) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+@cache
+def kernels() -> Any:
+    """The Triton kernels, or None where there is no Triton (the stock norm is faster then)."""
+    try:
+        from fp8patch.ops.triton import norm
+    except ImportError as error:
+        messages.note(f"no Triton here ({error}), so norms run as plain PyTorch.")
+        return None
+    return norm
+
+
+def norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    center: bool,
+    offset: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise the rows of x.
+
+    Args:
+        x: [M, K] in FP32, BF16 or FP16; rows may be apart, elements of a row may not.
+        weight, bias: [K] in FP32, BF16 or FP16, or None. A bias needs a weight.
+        eps: Added to the variance, or to the mean square.
+        center: Subtract the mean (LayerNorm).
+        offset: Multiply by 1 + weight.
+        dtype: Of y.
+
+    Returns:
+        y [M, K]; mean FP32 [M] (empty unless `center`); rstd FP32 [M].
+    """
+    arguments = x, weight, bias, eps, center, offset, dtype
+    found: tuple[Tensor, Tensor, Tensor]
+    if type(x) is Tensor and not torch.compiler.is_compiling():
+        found = _norm_now(*arguments)
+    else:
+        found = torch.ops.fp8patch.norm.default(*arguments)
+    return found
+
+
+def _norm_now(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    center: bool,
+    offset: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if x.is_cuda and x.numel() and (found := kernels()) is not None:
+        return found.norm(x, weight, bias, eps, center, offset, dtype)  # type: ignore[no-any-return]
+    values = x.float()
+    mean = values.mean(1) if center else values.new_empty(0)
+    if center:
+        values = values - mean.unsqueeze(1)
+    rstd = (values.square().mean(1) + eps).rsqrt()
+    y = values * rstd.unsqueeze(1)
+    if weight is not None:
+        y = y * _factor(weight, offset)
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(dtype), mean, rstd
+
+
+def norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    center: bool,
+    offset: bool,
+    parameters: bool,
+) -> tuple[Tensor, Tensor]:
+    """The backward of `norm`.
+
+    Args:
+        grad: [M, K], of y; any of the three dtypes.
+        x, weight, mean, rstd, center, offset: What the forward was given and returned.
+        parameters: The gradients of weight and bias are wanted.
+
+    Returns:
+        grad_x [M, K] in the dtype of x; FP32 [2, K], the gradients of weight and of bias ([1, K]
+        and only the former where nothing is centred, [0, K] where none is wanted). They are summed
+        in an order that depends on shape and device alone.
+    """
+    arguments = grad, x, weight, mean, rstd, center, offset, parameters
+    found: tuple[Tensor, Tensor]
+    if type(x) is type(grad) is Tensor and not torch.compiler.is_compiling():
+        found = _norm_backward_now(*arguments)
+    else:
+        found = torch.ops.fp8patch.norm_backward.default(*arguments)
+    return found
+
+
+def _norm_backward_now(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    center: bool,
+    offset: bool,
+    parameters: bool,
+) -> tuple[Tensor, Tensor]:
+    if x.is_cuda and x.numel() and (found := kernels()) is not None:
+        return found.norm_backward(  # type: ignore[no-any-return]
+            grad, x, weight, mean, rstd, center, offset, parameters
+        )
+    values, by_y = x.float(), grad.float()
+    if center:
+        values = values - mean.unsqueeze(1)
+    normed = values * rstd.unsqueeze(1)
+    by_normed = by_y if weight is None else by_y * _factor(weight, offset)
+    along = (by_normed * normed).mean(1, keepdim=True)
+    by_x = by_normed - normed * along
+    if center:
+        by_x = by_x - by_normed.mean(1, keepdim=True)
+    by_x = (by_x * rstd.unsqueeze(1)).to(x.dtype)
+    if not parameters:
+        return by_x, by_y.new_empty(0, x.shape[1])
+    sums = [(by_y * normed).sum(0), by_y.sum(0)] if center else [(by_y * normed).sum(0)]
+    return by_x, torch.stack(sums)
+
+
+def _factor(weight: Tensor, offset: bool) -> Tensor:
+    return weight.float() + 1.0 if offset else weight.float()
+
+
+def _norm_fake(
+    x: Tensor, weight: Any, bias: Any, eps: float, center: bool, offset: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = x.shape[0]
+    stats = x.new_empty(rows, dtype=torch.float32)
+    mean = x.new_empty(rows if center else 0, dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dtype), mean, stats
+
+
+def _norm_backward_fake(
+    grad: Tensor,
+    x: Tensor,
+    weight: Any,
+    mean: Tensor,
+    rstd: Tensor,
+    center: bool,
+    offset: bool,
+    parameters: bool,
+) -> tuple[Tensor, Tensor]:
+    sums = (2 if center else 1) if parameters else 0
+    return x.new_empty(x.shape), x.new_empty(sums, x.shape[1], dtype=torch.float32)
+
+
+for _name, _function, _fake in (
+    ("norm", _norm_now, _norm_fake),
+    ("norm_backward", _norm_backward_now, _norm_backward_fake),
+):
+    _library.impl(_name, _function, "CPU")
+    _library.impl(_name, _function, "CUDA")
+    torch.library.register_fake(f"fp8patch::{_name}", _fake, lib=_library)

@@ -1,0 +1,247 @@
+"""Norms in one read of the input: a program holds whole rows in registers.
+
+Forward writes the statistics that backward needs. Backward reads x and the gradient once, writes
+grad_x, and each of its programs sums the gradients of weight and bias over the rows that it was
+given; PyTorch adds up the few hundred partial sums. No atomics: the order is always the same.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8patch.ops.triton.launch import Launcher, size_class
+
+
+class Tile(NamedTuple):
+    """How a kernel is run: elements a program holds at once, warps, programs an SM (backward)."""
+
+    elements: int
+    warps: int
+    programs: int = 0
+
+
+@triton.jit
+def _load(x, m, k, rows, stride, COLS: tl.constexpr):
+    """FP32 values of the rows m of x, and where they are inside; zero outside."""
+    inside = (m[:, None] < rows) & (k[None, :] < COLS)
+    offsets = m.to(tl.int64)[:, None] * stride + k[None, :]
+    return tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32), inside
+
+
+@triton.jit
+def _vector(vector, k, COLS: tl.constexpr):
+    return tl.load(vector + k, mask=k < COLS, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _normalize(
+    values, inside, weight, bias, k, eps,
+    COLS: tl.constexpr, CENTER: tl.constexpr, OFFSET: tl.constexpr, WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+):  # fmt: skip
+    """(y, mean, rstd) of a tile of whole rows."""
+    mean = tl.sum(values, 1) / COLS
+    if CENTER:
+        values = tl.where(inside, values - mean[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(values * values, 1) / COLS + eps)
+    y = values * rstd[:, None]
+    if WEIGHT:
+        factor = _vector(weight, k, COLS)
+        if OFFSET:
+            factor += 1.0
+        y *= factor
+    if BIAS:
+        y += _vector(bias, k, COLS)
+    return y, mean, rstd
+
+
+@triton.jit
+def _forward_kernel(
+    x, weight, bias, y, mean, rstd,
+    rows, stride, eps,
+    COLS: tl.constexpr, CENTER: tl.constexpr, OFFSET: tl.constexpr, WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    k = tl.arange(0, BK)
+    values, inside = _load(x, m, k, rows, stride, COLS)
+    found, middle, scale = _normalize(
+        values, inside, weight, bias, k, eps, COLS, CENTER, OFFSET, WEIGHT, BIAS
+    )
+    if CENTER:
+        tl.store(mean + m, middle, mask=m < rows)
+    tl.store(rstd + m, scale, mask=m < rows)
+    offsets = m.to(tl.int64)[:, None] * COLS + k[None, :]
+    tl.store(y + offsets, found.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward_kernel(
+    grad, x, weight, mean, rstd, grad_x, partial,
+    rows, grad_stride, stride,
+    COLS: tl.constexpr, CENTER: tl.constexpr, OFFSET: tl.constexpr, WEIGHT: tl.constexpr,
+    PARAMETERS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    programs = tl.num_programs(0)
+    k = tl.arange(0, BK)
+    by_weight = tl.zeros((BM, BK), tl.float32)
+    by_bias = tl.zeros((BM, BK), tl.float32)
+    if WEIGHT:
+        factor = _vector(weight, k, COLS)
+        if OFFSET:
+            factor += 1.0
+    for tile in range(tl.program_id(0), tl.cdiv(rows, BM), programs):
+        m = tile * BM + tl.arange(0, BM)
+        normed, inside = _load(x, m, k, rows, stride, COLS)
+        by_y, _ = _load(grad, m, k, rows, grad_stride, COLS)
+        scale = tl.load(rstd + m, mask=m < rows, other=0.0)[:, None]
+        if CENTER:
+            normed -= tl.load(mean + m, mask=m < rows, other=0.0)[:, None]
+            # Outside is no zero any more.
+            normed = tl.where(inside, normed, 0.0)
+        normed *= scale
+        by_normed = by_y
+        if WEIGHT:
+            by_normed = by_y * factor
+        by_x = by_normed - normed * (tl.sum(by_normed * normed, 1) / COLS)[:, None]
+        if CENTER:
+            by_x -= (tl.sum(by_normed, 1) / COLS)[:, None]
+        offsets = m.to(tl.int64)[:, None] * COLS + k[None, :]
+        tl.store(grad_x + offsets, (by_x * scale).to(grad_x.dtype.element_ty), mask=inside)
+        if PARAMETERS:
+            by_weight += by_y * normed
+            if CENTER:
+                by_bias += by_y
+    if PARAMETERS:
+        place = tl.program_id(0) * COLS + k
+        tl.store(partial + place, tl.sum(by_weight, 0), mask=k < COLS)
+        if CENTER:
+            place += programs * COLS
+            tl.store(partial + place, tl.sum(by_bias, 0), mask=k < COLS)
+
+
+_forward = Launcher(_forward_kernel)
+_backward = Launcher(_backward_kernel)
+
+
+def width_of(cols: int) -> int:
+    """Columns of a tile that holds whole rows."""
+    power: int = triton.next_power_of_2(cols)
+    return max(power, 16)
+
+
+@cache
+def forward_tile(cols: int) -> Tile:
+    """Found with scripts/check_norms.py --tune on an H200."""
+    width = width_of(cols)
+    return Tile(max(width, 4096), 4 if width <= 2048 else 8 if width <= 8192 else 16)
+
+
+@cache
+def backward_tile(cols: int) -> Tile:
+    """Found with scripts/check_norms.py --tune on an H200."""
+    width = width_of(cols)
+    return Tile(max(width, 4096), 4 if width <= 1024 else 8 if width <= 8192 else 16, 2)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    if device.type != "cuda":
+        return 2  # Under the interpreter.
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    center: bool,
+    offset: bool,
+    dtype: torch.dtype,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`ops.norm.norm` on the GPU; x [M, K] holds at least one element."""
+    rows, cols = x.shape
+    x = whole_rows(x)
+    elements, warps, _ = tile or forward_tile(cols)
+    width = width_of(cols)
+    height = max(elements // width, 1)
+    y = torch.empty((rows, cols), dtype=dtype, device=x.device)
+    rstd = torch.empty((rows,), dtype=torch.float32, device=x.device)
+    mean = torch.empty((rows,), dtype=torch.float32, device=x.device) if center else rstd[:0]
+    # What is missing is never read.
+    given = x, x if weight is None else weight, x if bias is None else bias
+    stride = x.stride(0)
+    constants: dict[str, Any] = {
+        "COLS": cols,
+        "CENTER": center,
+        "OFFSET": offset,
+        "WEIGHT": weight is not None,
+        "BIAS": bias is not None,
+        "BM": height,
+        "BK": width,
+    }
+    variant = (
+        *constants.values(),
+        warps,
+        dtype,
+        *map(_kind, given),
+        size_class(rows),
+        size_class(stride),
+    )
+    blocks = triton.cdiv(rows, height)
+    _forward(variant, blocks, (*given, y, mean, rstd), (rows, stride, eps), constants, warps)
+    return y, mean, rstd
+
+
+def norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    center: bool,
+    offset: bool,
+    parameters: bool,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`ops.norm.norm_backward` on the GPU; x [M, K] holds at least one element."""
+    rows, cols = x.shape
+    x, grad = whole_rows(x), whole_rows(grad)
+    elements, warps, programs = tile or backward_tile(cols)
+    width = width_of(cols)
+    height = max(elements // width, 1)
+    blocks = min(triton.cdiv(rows, height), programs * processors(x.device))
+    by_x = torch.empty((rows, cols), dtype=x.dtype, device=x.device)
+    sums = (2 if center else 1) if parameters else 0
+    partial = torch.empty((sums, blocks, cols), dtype=torch.float32, device=x.device)
+    given = grad, x, x if weight is None else weight
+    sizes = rows, grad.stride(0), x.stride(0)
+    constants: dict[str, Any] = {
+        "COLS": cols,
+        "CENTER": center,
+        "OFFSET": offset,
+        "WEIGHT": weight is not None,
+        "PARAMETERS": parameters,
+        "BM": height,
+        "BK": width,
+    }
+    variant = (*constants.values(), warps, *map(_kind, given), *map(size_class, sizes))
+    _backward(variant, blocks, (*given, mean, rstd, by_x, partial), sizes, constants, warps)
+    return by_x, partial.sum(1)
+
+
+def whole_rows(x: Tensor) -> Tensor:
+    """x itself where the elements of its rows lie side by side, else a copy."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _kind(x: Tensor) -> tuple[torch.dtype, bool]:
+    return x.dtype, x.data_ptr() % 16 == 0
