@@ -17,6 +17,7 @@ _PUBLIC = {
     "Float8Conv1D": "fp8patch.modules.conv1d",
     "Float8LayerNorm": "fp8patch.modules.norm",
     "Float8Linear": "fp8patch.modules.linear",
+    "Float8RMSNorm": "fp8patch.modules.norm",
     "Fp8PatchError": "fp8patch.errors",
     "HardwareError": "fp8patch.errors",
     "PlanError": "fp8patch.errors",
@@ -40,6 +41,7 @@ __all__ = [
     "Float8Conv1D",
     "Float8LayerNorm",
     "Float8Linear",
+    "Float8RMSNorm",
     "Fp8PatchError",
     "HardwareError",
     "PlanError",
@@ -75,7 +77,7 @@ if TYPE_CHECKING:
     from fp8patch.inspection import invalidate, metrics
     from fp8patch.modules.conv1d import Float8Conv1D
     from fp8patch.modules.linear import Float8Linear
-    from fp8patch.modules.norm import Float8LayerNorm
+    from fp8patch.modules.norm import Float8LayerNorm, Float8RMSNorm
     from fp8patch.plan import plan_model
     from fp8patch.recipe import Recipe
 

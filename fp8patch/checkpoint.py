@@ -43,6 +43,7 @@ from fp8patch.convert import convert_model
 from fp8patch.errors import CheckpointError
 from fp8patch.hardware import Backend, detect, resolve_backend
 from fp8patch.messages import one_line
+from fp8patch.modules.norm_forms import NormProbe
 from fp8patch.plan import Decision, Plan, stock_class
 from fp8patch.plan_walk import kind_of
 
@@ -171,15 +172,16 @@ def _replay(model: nn.Module, plan: Plan, sidecar: Sidecar) -> None:
             part = model.get_submodule(sidecar.root)
         except AttributeError:
             raise another_model(sidecar, f"this one has no {sidecar.root!r}") from None
+        probe = NormProbe()
         for decision in plan.converted():
-            _check(part, decision, sidecar)
+            _check(part, decision, sidecar, probe)
         convert_model(part, plan, allow_empty=True, extra_state=sidecar.extra_state)
         converted = find_converted(model)
     assert converted is not None
     restore(converted, sidecar)
 
 
-def _check(part: nn.Module, decision: Decision, sidecar: Sidecar) -> None:
+def _check(part: nn.Module, decision: Decision, sidecar: Sidecar, probe: NormProbe) -> None:
     """Raise CheckpointError unless `part` has what the decision was taken on."""
     size = f"{decision.out_features} x {decision.in_features}"
     named = f"it names {decision.path!r} ({decision.class_name}, {size})"
@@ -190,9 +192,10 @@ def _check(part: nn.Module, decision: Decision, sidecar: Sidecar) -> None:
     name = stock_class(module).__name__
     if name != decision.class_name:
         raise another_model(sidecar, f"{named}, and in this model that is a {name}")
-    kind = kind_of(module)
+    kind = kind_of(module, probe)
     if kind != decision.kind:
-        raise another_model(sidecar, f"{named} as a {decision.kind}, and a {name} is a {kind}")
+        found = f"a {name} is {'no norm' if kind is None else f'a {kind}'}"
+        raise another_model(sidecar, f"{named} as a {decision.kind}, and {found}")
     weight = getattr(module, "weight", None)
     # A fingerprint is of the weight as it was saved; the plan may be older than a resize.
     if isinstance(weight, torch.Tensor) and decision.path not in sidecar.fingerprint:

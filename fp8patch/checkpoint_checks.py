@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8patch.plan import Plan
+from fp8patch.plan_types import NORM_KINDS
 from fp8patch.slots import ROLES, SlotState
 
 __all__ = [
@@ -120,10 +121,10 @@ def check_modules(
 ) -> None:
     """Raise unless everything is said of modules that `plan` converts."""
     converted = plan.converted()
-    gemms = {d.path for d in converted if d.kind != "norm"}
+    gemms = {d.path for d in converted if d.kind not in NORM_KINDS}
     claims: dict[str, Any] = {
         "siblings": {*siblings, *siblings.values()} - gemms,
-        "low_precision_norms": set(norms) - {d.path for d in converted if d.kind == "norm"},
+        "low_precision_norms": set(norms) - {d.path for d in converted if d.kind in NORM_KINDS},
         "the state file": {path for path, _ in state} - gemms,
         "fingerprint": set(fingerprint) - gemms,
     }

@@ -25,6 +25,7 @@ from fp8patch.checkpoint_sidecar import (
 from fp8patch.errors import CheckpointError
 from fp8patch.modules.base import Float8Module
 from fp8patch.plan import Plan
+from fp8patch.plan_types import NORM_KINDS
 from fp8patch.scaling import Bank
 from fp8patch.slots import WEIGHT
 
@@ -200,7 +201,7 @@ def restore(converted: Converted, sidecar: Sidecar) -> None:
     """
     bank, gemms = converted.bank, converted.gemms()
     plan = stored_plan(sidecar)
-    paths = {d.path for d in plan.converted() if d.kind != "norm"}
+    paths = {d.path for d in plan.converted() if d.kind not in NORM_KINDS}
     known = {d.path for d in converted.plan.decisions} | set(gemms)
     strange = sorted(path for path in paths if path not in known)
     if strange:

@@ -19,6 +19,7 @@ from fp8patch.checkpoint_weights import WeightScan, scan_weights
 from fp8patch.convert import nothing_to_convert
 from fp8patch.errors import CheckpointError, ConversionError
 from fp8patch.plan import Decision, Plan, plan_model
+from fp8patch.plan_types import NORM_KINDS
 from fp8patch.recipe import Recipe
 from fp8patch.slots import WEIGHT
 
@@ -105,7 +106,7 @@ def convert_directory(
 
 
 def _gemms(plan: Plan) -> list[Decision]:
-    return [decision for decision in plan.converted() if decision.kind != "norm"]
+    return [decision for decision in plan.converted() if decision.kind not in NORM_KINDS]
 
 
 def _add_sidecar(

@@ -15,10 +15,11 @@ from torch import nn
 
 from fp8patch.checkpoint_hooks import install
 from fp8patch.errors import ConversionError
-from fp8patch.modules import linear, norm  # noqa: F401  (registers the classes)
+from fp8patch.modules import linear, norm  # noqa: F401  (linear: registers its class)
 from fp8patch.modules.base import Float8Module, attach, detach, float8_class
+from fp8patch.modules.norm_forms import NormForm, NormProbe
 from fp8patch.plan import Decision, Plan, plan_model, stock_class
-from fp8patch.plan_types import GEMM_KINDS
+from fp8patch.plan_types import GEMM_KINDS, NORM_KINDS
 from fp8patch.recipe import Recipe
 from fp8patch.roots import unwatch_root, watch_root
 from fp8patch.scaling import Bank
@@ -68,15 +69,17 @@ def convert_model(
         recipe = Recipe.load(plan)
         plan = plan_model(model, recipe, only=only, skip=skip, include=include)
     decisions = plan.converted()
-    gemms = [d for d in decisions if d.kind != "norm"]
+    gemms = [d for d in decisions if d.kind not in NORM_KINDS]
     if not gemms and not allow_empty:
         raise ConversionError(nothing_to_convert(plan))
-    norms = [d.path for d in decisions if d.kind == "norm"]
+    norms = [d.path for d in decisions if d.kind in NORM_KINDS]
     bank = Bank(plan.recipe, [d.path for d in gemms], norms)
     # All found before one is changed: a plan for another model leaves this one as it is.
     modules = [_submodule(model, decision) for decision in decisions]
-    for decision, module in zip(decisions, modules, strict=True):
-        _convert(module, decision.path, bank, extra_state)
+    probe = NormProbe()
+    forms = [_form(d, module, probe) for d, module in zip(decisions, modules, strict=True)]
+    for decision, module, form in zip(decisions, modules, forms, strict=True):
+        _convert(module, decision.path, bank, extra_state, form)
     model.__dict__["_fp8_plan"] = plan
     install()
     parts: list[nn.Module] = [model, *_converted_children(model)]
@@ -196,12 +199,27 @@ def _submodule(model: nn.Module, decision: Decision) -> nn.Module:
     return module
 
 
-def _convert(module: Any, path: str, bank: Bank, extra_state: bool) -> None:
+def _form(decision: Decision, module: nn.Module, probe: NormProbe) -> NormForm | None:
+    """How an RMSNorm computes; None for everything else."""
+    if decision.kind != "rmsnorm":
+        return None
+    form = probe.form(module, stock_class(module))
+    if form is None:
+        raise ConversionError(
+            f"the plan says that {decision.path} is an RMSNorm, and it computes something else "
+            "here: plan again."
+        )
+    return form
+
+
+def _convert(module: Any, path: str, bank: Bank, extra_state: bool, form: NormForm | None) -> None:
     if type(module).__name__ == "Conv1D":
         from fp8patch.modules import conv1d  # noqa: F401  (imports transformers)
     was = type(module)
-    module.__class__ = float8_class(was)
+    module.__class__ = float8_class(was, None if form is None else norm.Float8RMSNorm)
     attach(module, bank, path, extra_state)
+    if form is not None:
+        module._fp8_form = form
     _rebind_forward(module, was)
 
 
@@ -217,5 +235,6 @@ def _rebind_forward(module: Any, was: Any) -> None:
 
 
 def _converted_children(model: nn.Module) -> list[nn.Module]:
-    children = [child for child in model.children() if not isinstance(child, Float8Module)]
+    ours = Float8Module, norm.Float8Norm
+    children = [child for child in model.children() if not isinstance(child, ours)]
     return [child for child in children if is_converted(child) and type(child) is not nn.ModuleList]

@@ -7,6 +7,7 @@ from torch import nn
 from fp8patch import messages
 from fp8patch.errors import PlanError
 from fp8patch.inject_outputs import tokens_of
+from fp8patch.plan_types import NORM_KINDS
 
 if TYPE_CHECKING:
     from fp8patch.plan import Plan
@@ -59,7 +60,7 @@ def make_plan(
             raise
         messages.note(f"{type(model).__name__} is left alone: {error}")
         return None
-    if any(d.kind != "norm" for d in plan.converted()):
+    if any(d.kind not in NORM_KINDS for d in plan.converted()):
         return plan
     codes = ", ".join(f"{count} {code}" for code, count in plan.summary()["codes"].items())
     messages.warn(

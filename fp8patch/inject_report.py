@@ -37,16 +37,20 @@ def say_start(run: "Facts", model: "Model") -> None:
     if model.plan is None:
         messages.note(f"{model.name}: BF16 autocast, no FP8.")
         return
+    from fp8patch.plan_types import NORM_KINDS
+
     plan = model.plan
     chosen = plan.converted()
     counts = Counter(d.kind for d in chosen)
     total = Counter(d.kind for d in plan.decisions)
-    kinds = {kind: f"{n} of {total[kind]} {_plural(kind)}" for kind, n in counts.items()}
     # A norm computes as before; what changes is the dtype that it hands on.
-    norms = f", {kinds.pop('norm')} with them" if "norm" in kinds else ""
+    normed, of = (sum(c[kind] for kind in NORM_KINDS) for c in (counts, total))
+    norms = f", {normed} of {of} norms with them" if normed else ""
+    gemms = [kind for kind in counts if kind not in NORM_KINDS]
+    kinds = [f"{counts[kind]} of {total[kind]} {_plural(kind)}" for kind in gemms]
     share = sum(d.flops_share for d in chosen)
     messages.note(
-        f"{model.name}: {', '.join(kinds.values())} in FP8 ({share:.1%} of GEMM FLOPs){norms}, "
+        f"{model.name}: {', '.join(kinds)} in FP8 ({share:.1%} of GEMM FLOPs){norms}, "
         f"recipe {plan.recipe.name}, {_where(run)}."
     )
     skipped: dict[str, list[Any]] = {}
@@ -59,8 +63,7 @@ def say_start(run: "Facts", model: "Model") -> None:
 
 
 def _plural(kind: str) -> str:
-    names = {"linear": "Linears", "norm": "norms", "conv1d": "Conv1Ds", "rmsnorm": "RMSNorms"}
-    return names.get(kind, kind)
+    return {"linear": "Linears", "conv1d": "Conv1Ds"}.get(kind, kind)
 
 
 def _skipped(code: str, decisions: list[Any]) -> str:

@@ -18,7 +18,7 @@ from torch import nn
 from fp8patch.errors import PlanError
 from fp8patch.plan_patterns import Selection, check_patterns
 from fp8patch.plan_rules import Verdict, decide, gather_facts, padded
-from fp8patch.plan_types import CODES, Decision, Group, Plan
+from fp8patch.plan_types import CODES, NORM_KINDS, Decision, Group, Plan
 from fp8patch.plan_walk import Candidate, Place, find_candidates, stock_class, walk
 from fp8patch.recipe import Recipe
 from fp8patch.roofline import Gpu, predict_gain, resolve_gpu
@@ -205,7 +205,7 @@ def _numel(parameter: torch.Tensor) -> int:
 
 def _visits(candidate: Candidate, experts_per_token: int) -> int:
     """How often one token passes the candidate's N x K product."""
-    if candidate.kind in ("norm", "rmsnorm"):
+    if candidate.kind in NORM_KINDS:
         return 0
     if candidate.kind == "experts":
         return min(experts_per_token, int(candidate.parameters[0].shape[0]))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fp8patch.plan_patterns import Selection, logical_path
-from fp8patch.plan_types import Action
+from fp8patch.plan_types import NORM_KINDS, Action
 from fp8patch.plan_walk import CONV1D, Candidate, Place, foreign, qualified_name
 from fp8patch.recipe import Recipe
 
@@ -45,6 +45,7 @@ _CLASSIFIER = re.compile(
 )
 _ROUTER = re.compile(r"(.*_)?routers?|gate|gating|shared_expert_gate")
 _LORA = re.compile(r"lora_.*")
+_FACTORS = {"w": "w", "1 + w": "(1 + w)"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +136,11 @@ def padded(size: int) -> int:
 
 
 def _converted(candidate: Candidate, pad: bool) -> str:
-    if candidate.kind == "norm":
-        return "keeps its arithmetic; its output is made for the FP8 GEMM that reads it"
+    if candidate.kind in NORM_KINDS:
+        what = "keeps its arithmetic; its output is made for the FP8 GEMM that reads it"
+        if candidate.form is None:
+            return what
+        return f"RMSNorm (x / rms(x) * {_FACTORS[candidate.form.factor]}): {what}"
     if pad:
         shape = f"{padded(candidate.n)} x {padded(candidate.k)}"
         return f"runs in FP8, its weight padded to {shape} inside the FP8 copy"
@@ -151,7 +155,8 @@ def _impossible(candidate: Candidate, facts: Facts, *, meta: bool) -> tuple[str,
     name = stock.__name__
     if foreign(stock) or any(_quantized(p) for p in candidate.parameters):
         return "quantized", f"{name} holds quantised weights or runs in another FP8 library"
-    if candidate.kind in ("mha", "experts", "rmsnorm"):
+    norm = candidate.kind == "rmsnorm"
+    if candidate.kind in ("mha", "experts") or (norm and candidate.form is None):
         return "unsupported", _unsupported(candidate)
     wide = next((p.dtype for p in candidate.parameters if p.dtype not in _CONVERTIBLE), None)
     if wide is not None:
@@ -159,14 +164,15 @@ def _impossible(candidate: Candidate, facts: Facts, *, meta: bool) -> tuple[str,
             f"{str(wide).removeprefix('torch.')} weights stay as they are; FP8 takes float32, "
             "bfloat16 and float16"
         )
-    if "parametrizations" in module._modules or "weight" not in module._parameters:
+    if not norm and ("parametrizations" in module._modules or "weight" not in module._parameters):
         return "parametrized", (
             "its weight is no plain Parameter of the module (parametrized, weight-normed, pruned "
             "or flattened)"
         )
     if id(module) in facts.attention_children:
         return "bypassed", "nn.MultiheadAttention reads its weight and never calls it"
-    if stock not in (nn.Linear, nn.LayerNorm) and qualified_name(stock) not in _DROP_IN:
+    known = norm or stock in (nn.Linear, nn.LayerNorm) or qualified_name(stock) in _DROP_IN
+    if not known:
         base = {"linear": nn.Linear, "norm": nn.LayerNorm}.get(candidate.kind)
         if base is not None and not issubclass(stock, base):
             return "unsupported", f"{name} is a norm of its own kind, not nn.LayerNorm"
@@ -191,16 +197,13 @@ def _unsupported(candidate: Candidate) -> str:
     if candidate.kind == "experts":
         count = candidate.parameters[0].shape[0]
         return f"{count} experts in one 3-D Parameter: grouped FP8 GEMMs do not exist here yet"
-    if candidate.form is None:
-        return "named an RMSNorm, but computes more than x / rms(x) times its weight"
-    factor = "w" if candidate.form.factor == "w" else "(1 + w)"
-    return f"RMSNorm (x / rms(x) * {factor}): converted once its kernels exist"
+    return "named an RMSNorm, but computes more than x / rms(x) times its weight"
 
 
 def _inadvisable(candidate: Candidate, facts: Facts) -> tuple[str, str] | None:
     """Why the module is better left alone; `include` overrules each of these."""
     island = _island(candidate, facts)
-    if candidate.kind == "norm":
+    if candidate.kind in NORM_KINDS:
         return island
     parts = logical_path(candidate.path).split(".")
     if any(_LORA.fullmatch(part) for part in parts):

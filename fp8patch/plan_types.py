@@ -15,15 +15,17 @@ from typing import Any, Literal, Self, get_args
 from fp8patch.errors import PlanError
 from fp8patch.recipe import Recipe
 
-__all__ = ["CODES", "GEMM_KINDS", "Action", "Decision", "Group", "Kind", "Plan"]
+__all__ = ["CODES", "GEMM_KINDS", "NORM_KINDS", "Action", "Decision", "Group", "Kind", "Plan"]
 
 Kind = Literal["linear", "norm", "rmsnorm", "conv1d", "mha", "experts"]
 Action = Literal["convert", "skip"]
 
 # The kinds that are matrix products, which FLOPs are counted over.
 GEMM_KINDS: tuple[Kind, ...] = ("linear", "conv1d", "mha", "experts")
+# The kinds that keep their arithmetic: converted for the output that they make.
+NORM_KINDS: tuple[Kind, ...] = ("norm", "rmsnorm")
 # The kinds that have an FP8 form, and the codes of what is converted.
-_CONVERTIBLE: tuple[Kind, ...] = ("linear", "conv1d", "norm")
+_CONVERTIBLE: tuple[Kind, ...] = ("linear", "conv1d", *NORM_KINDS)
 _CONVERTED = ("ok", "hooked")
 
 # Every reason code, with what it means in general; a decision's `reason` says it of one module.

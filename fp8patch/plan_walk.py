@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fp8patch.plan_norms import NormForm, NormProbe
+from fp8patch.modules.norm_forms import NormForm, NormProbe
 from fp8patch.plan_types import Kind
 
 __all__ = [
@@ -189,10 +189,13 @@ def _shape(module: nn.Module, stock: type[nn.Module]) -> tuple[Kind, int, int] |
     return None
 
 
-def kind_of(module: nn.Module) -> Kind | None:
-    """What `module` is to a plan, by its class; None for what its class does not tell."""
-    shape = _shape(module, stock_class(module))
-    return None if shape is None else shape[0]
+def kind_of(module: nn.Module, probe: NormProbe) -> Kind | None:
+    """What `module` is to a plan, by its class or by what it computes; None for neither."""
+    stock = stock_class(module)
+    shape = _shape(module, stock)
+    if shape is None:
+        return None if probe.form(module, stock) is None else "rmsnorm"
+    return shape[0]
 
 
 def _experts(place: Place, stock: type[nn.Module]) -> Iterator[Candidate]:

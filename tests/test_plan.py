@@ -299,7 +299,7 @@ def test_rmsnorm_is_known_by_what_it_computes(offset: bool, eps: float, meta: bo
     with torch.device("meta" if meta else "cpu"):
         module = RMS(48, eps, offset)
     found = decision(module, meta=meta)
-    assert (found.kind, found.code, found.class_name) == ("rmsnorm", "unsupported", "RMS")
+    assert (found.kind, found.code, found.class_name) == ("rmsnorm", "ok", "RMS")
     assert f"* {'(1 + w)' if offset else 'w'})" in found.reason
 
 

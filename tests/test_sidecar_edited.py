@@ -85,9 +85,9 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a Conv1D": (also(kind="conv1d"), "as a conv1d, and a Linear is a linear"),
     "attention": (also(kind="mha"), "kind 'mha' has no FP8 form"),
     "a pool": (also(kind="pool"), "kind 'pool' is unknown"),
-    "RMSNorm converted": (
-        lambda values: decision(values, NORM).update(action="convert", code="ok"),
-        f"'{NORM}': a module of kind 'rmsnorm' has no FP8 form",
+    "an RMSNorm": (
+        lambda values: decision(values, NORM).update(kind="norm"),
+        f"'{NORM}' .* as a norm, and a LlamaRMSNorm is a rmsnorm",
     ),
     "skipped for ok": (also(action="skip"), "'skip' does not go with code 'ok'"),
     "converted for its size": (also(code="misaligned"), "'convert' does not go with code"),

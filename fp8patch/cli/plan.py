@@ -172,7 +172,9 @@ def _split(path: str, room: int) -> tuple[str, str]:
 
 
 def _shape(decision: "Decision") -> str:
-    if decision.kind in ("norm", "rmsnorm"):
+    from fp8patch.plan_types import NORM_KINDS
+
+    if decision.kind in NORM_KINDS:
         return str(decision.out_features)
     return f"{decision.out_features} x {decision.in_features}"
 
@@ -180,8 +182,10 @@ def _shape(decision: "Decision") -> str:
 def _decision(decision: "Decision") -> str:
     if decision.action == "skip":
         return f"[yellow]{decision.code}[/]"
+    from fp8patch.plan_types import NORM_KINDS
+
     # A norm keeps its arithmetic; it is converted for the output that it makes.
-    what = "norm" if decision.kind == "norm" else "FP8"
+    what = "norm" if decision.kind in NORM_KINDS else "FP8"
     return f"[green]{what}[/]" if decision.code == "ok" else f"[green]{what}[/] {decision.code}"
 
 

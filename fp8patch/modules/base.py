@@ -156,7 +156,7 @@ def rebuild(registered: type[nn.Module], base: type[nn.Module]) -> nn.Module:
     """
     assert registered in _REGISTERED.values()
     module: nn.Module = base.__new__(base)
-    module.__class__ = float8_class(base)
+    module.__class__ = float8_class(base, registered)
     return module
 
 
@@ -169,14 +169,18 @@ def register(cls: type[Any]) -> type[Any]:
     return cls
 
 
-def float8_class(base: type[nn.Module]) -> type[nn.Module]:
+def float8_class(base: type[nn.Module], like: type[nn.Module] | None = None) -> type[nn.Module]:
     """The class that modules of exactly class `base` are given; made once for a subclass.
+
+    Args:
+        like: A registered class, for what is known by its behaviour and has no base to tell
+            (RMSNorms).
 
     Raises:
         StopIteration: `base` is nothing that can be converted; the plan never says so.
     """
     if base not in _REGISTERED:
-        mixin = next(cls for known, cls in _REGISTERED.items() if issubclass(base, known))
+        mixin = like or next(c for known, c in _REGISTERED.items() if issubclass(base, known))
         front = mixin.__bases__[0]
         names = {"_fp8_base": base, "_fp8_registered": mixin}
         _REGISTERED[base] = type(f"Float8{base.__name__}", (front, base), names)

@@ -1,12 +1,16 @@
-"""`Float8LayerNorm`: a LayerNorm that writes what the GEMMs after it read.
+"""`Float8LayerNorm` and `Float8RMSNorm`: norms that write what the GEMMs after them read.
 
 Under autocast, stock LayerNorm returns FP32, and every cast that follows pays for the width. Where
 only GEMMs read the output (pre-LN blocks; the first training step sees it), nothing is lost by
 writing the autocast dtype: they would round to it, or to FP8, anyway. Where the output is also the
-residual stream (post-LN: BERT) it stays FP32, unless the recipe says `norm_output: bf16`.
+residual stream (post-LN: BERT) it stays as the stock class writes it, unless the recipe says
+`norm_output: bf16`.
+
+On a GPU, eager calls run as one kernel forward and one backward. A compiler is given the stock
+operations instead, which it fuses with the residual addition and the dropout around them.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +18,28 @@ from torch import Tensor, nn
 from fp8patch import regions
 from fp8patch.compiler import outside_compiler
 from fp8patch.modules.base import attach, rebuild, register
+from fp8patch.modules.norm_forms import NormForm
+from fp8patch.modules.norm_function import Normalize, NormSpec
+from fp8patch.ops.norm import DTYPES, MAX_COLUMNS, kernels
 from fp8patch.recipe import Recipe
 from fp8patch.roots import enter_module
 from fp8patch.scaling import Bank
 
+# Whether compiled code calls the kernels too. To compare both: set it before anything is compiled.
+kernels_in_graphs = False
 
-@register
-class Float8LayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm` with FP32 statistics and, where that loses nothing, a narrow output."""
 
-    _fp8_base = nn.LayerNorm
+class Float8Norm(nn.Module):
+    """Mixin in front of a stock norm: FP32 statistics and, where that loses nothing, a narrow
+    output.
+
+    Outside a region, and for a call with anything besides one tensor, it *is* its stock class.
+    """
+
+    _fp8_base: ClassVar[type[nn.Module]]
     _fp8_registered: ClassVar[type[nn.Module]]
+    # How an RMSNorm computes; None for a LayerNorm.
+    _fp8_form: NormForm | None = None
     _fp8_bank: Bank
     _fp8_path: str
     # None until the bank knows this norm.
@@ -35,17 +50,20 @@ class Float8LayerNorm(nn.LayerNorm):
         super().__init__(*args, **kwargs)
         attach(self, Bank(Recipe.load(recipe), (), [""]), "")
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         region = regions.active()
         base: Any = self._fp8_base
-        if region is None:
-            return base.forward(self, input)  # type: ignore[no-any-return]
+        # Some RMSNorms take a gate, or skip themselves on a flag.
+        if region is None or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+            return base.forward(self, *args, **kwargs)
         # What the first step shows is seen in eager only, whoever compiled what; and so is a first
         # use.
         watched = self._fp8_bank.observation is not None or self._fp8_narrow is None
         if watched or not torch.compiler.is_compiling():
-            return _forward_in_eager(self, input, region)
-        return _forward(self, input)
+            return _forward_in_eager(self, args[0], region)
+        if kernels_in_graphs and (call := _kernel_call(self, args[0], region)) is not None:
+            return Normalize.apply(args[0], *call)  # type: ignore[no-untyped-call]
+        return _stock(self, args[0])
 
     def first_use(self, observe: bool) -> None:
         """Meet the bank now: a compiled forward can't."""
@@ -60,12 +78,27 @@ class Float8LayerNorm(nn.LayerNorm):
         return rebuild, (self._fp8_registered, self._fp8_base), self.__getstate__()
 
 
-def _forward(norm: Any, input: Tensor) -> Tensor:
-    output: Tensor = norm._fp8_base.forward(norm, input)
-    device = input.device.type
-    if norm._fp8_narrow and torch.is_autocast_enabled(device):
-        output = output.to(torch.get_autocast_dtype(device))
-    return output
+@register
+class Float8LayerNorm(Float8Norm, nn.LayerNorm):
+    """`nn.LayerNorm` inside `autocast`: input [..., K] -> [..., K]."""
+
+    _fp8_base = nn.LayerNorm
+
+
+@register
+class Float8RMSNorm(Float8Norm, nn.RMSNorm):
+    """`nn.RMSNorm` inside `autocast`; the class of any other RMSNorm is made like this one."""
+
+    _fp8_base = nn.RMSNorm
+
+    def __init__(self, *args: Any, recipe: Recipe | str | None = None, **kwargs: Any) -> None:
+        """As the stock class, plus `recipe`. Conversion does not come through here."""
+        super().__init__(*args, recipe=recipe, **kwargs)
+        known = isinstance(self.eps, float)
+        self._fp8_form = NormForm("w", self.eps or 0.0, "weight", "eps" if known else None)
+
+
+# -- inside a region ------------------------------------------------------------------------------
 
 
 @outside_compiler
@@ -74,7 +107,104 @@ def _forward_in_eager(norm: Any, input: Tensor, region: regions.Region) -> Tenso
     enter_module(bank, region)
     if norm._fp8_narrow is None:
         bank.adopt_norm(norm)
-    output = _forward(norm, input)
-    if bank.observation is not None:
-        bank.observation.saw_norm(norm._fp8_path, output)
+    # Recomputation shows nothing new, and nobody watches who reads what.
+    observation = None if region.reopened else bank.observation
+    call = _kernel_call(norm, input, region)
+    if call is None:
+        output = _stock(norm, input)
+    else:
+        if observation is not None:
+            # The watcher of torch functions does not see a custom one.
+            observation.saw_function("norm", (input,), {})
+        output = Normalize.apply(input, *call)  # type: ignore[no-untyped-call]
+    if observation is not None:
+        observation.saw_norm(norm._fp8_path, output)
     return output
+
+
+def _stock(norm: Any, input: Tensor) -> Tensor:
+    output: Tensor = norm._fp8_base.forward(norm, input)
+    narrow = _narrow_dtype(norm, input)
+    return output if narrow is None else output.to(narrow)
+
+
+def _narrow_dtype(norm: Any, input: Tensor) -> torch.dtype | None:
+    """The autocast dtype where the output may have it."""
+    device = input.device.type
+    if norm._fp8_narrow and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None
+
+
+class _Parameters(NamedTuple):
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    center: bool
+    offset: bool
+
+
+def _kernel_call(
+    norm: Any, input: Tensor, region: regions.Region
+) -> tuple[Tensor | None, Tensor | None, NormSpec] | None:
+    """What `Normalize` is called with; None where the call has to run as the stock class."""
+    # Calibration may look at the model's own precision.
+    if region.execution == "observe" or not _has_kernel(input):
+        return None
+    found = _parameters(norm, input)
+    if found is None or not _fits(input, found):
+        return None
+    dtype = _narrow_dtype(norm, input) or _stock_dtype(norm, input, found.weight)
+    if dtype not in DTYPES:
+        return None
+    spec = NormSpec(found.eps, found.center, found.offset, dtype)
+    return found.weight, found.bias, spec
+
+
+def _has_kernel(input: Tensor) -> bool:
+    return input.is_cuda and kernels() is not None
+
+
+def _parameters(norm: Any, input: Tensor) -> _Parameters | None:
+    form: NormForm | None = norm._fp8_form
+    if form is None:
+        # Over several dimensions, or refused by the stock class.
+        if tuple(norm.normalized_shape) != input.shape[-1:]:
+            return None
+        return _Parameters(norm.weight, norm.bias, norm.eps, True, False)
+    if form.eps_name is None:
+        return None
+    eps = getattr(norm, form.eps_name)
+    return _Parameters(getattr(norm, form.weight), None, eps, False, form.factor == "1 + w")
+
+
+def _fits(input: Tensor, found: _Parameters) -> bool:
+    # Subclasses of Tensor (DTensor, fake tensors) know better how they are normalised.
+    if type(input) not in (Tensor, nn.Parameter) or input.dtype not in DTYPES or not input.dim():
+        return False
+    width = input.shape[-1]
+    for vector in found.weight, found.bias:
+        if vector is None:
+            continue
+        same = vector.shape == (width,) and vector.device == input.device
+        if not same or vector.dtype not in DTYPES or type(vector) not in (Tensor, nn.Parameter):
+            return False
+    return 0 < width <= MAX_COLUMNS
+
+
+def _stock_dtype(norm: Any, input: Tensor, weight: Tensor | None) -> torch.dtype | None:
+    """What the stock class returns for such an input: asked of it, once for each kind of call.
+
+    Llama's multiplies in the wider of two dtypes, Gemma's returns the input's, `nn.LayerNorm` FP32
+    under autocast. None where a compiler meets the first of its kind.
+    """
+    device = input.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    key = (input.dtype, None if weight is None else weight.dtype, autocast)
+    known: dict[Any, torch.dtype] = getattr(norm, "_fp8_dtypes", {})
+    if key not in known and not torch.compiler.is_compiling():
+        one = input.new_ones((1,) * (input.dim() - 1) + input.shape[-1:])
+        with torch.no_grad():
+            known[key] = norm._fp8_base.forward(norm, one).dtype
+        norm._fp8_dtypes = known
+    return known.get(key)

@@ -22,19 +22,28 @@ _USUAL_EPS = (1e-6, 1e-5, 1e-8, 1e-12, torch.finfo(torch.float32).eps, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class NormForm:
-    """`x * rsqrt(mean(x^2) + eps) * w`, or `* (1 + w)`."""
+    """`x * rsqrt(mean(x^2) + eps) * w`, or `* (1 + w)`.
+
+    Attributes:
+        weight: The name of its one parameter.
+        eps_name: The attribute that holds eps; None where eps is written into its code, or depends
+            on the dtype (`nn.RMSNorm` without one): only the module itself knows it then.
+    """
 
     factor: Literal["w", "1 + w"]
     eps: float
+    weight: str = "weight"
+    eps_name: str | None = None
 
 
-def _single_vector(module: nn.Module) -> torch.Tensor | None:
+def _single_vector(module: nn.Module) -> tuple[str, torch.Tensor] | None:
     """The one parameter of a module that holds a vector, nothing else and no children."""
-    parameters = [p for p in module._parameters.values() if p is not None]
+    parameters = [(n, p) for n, p in module._parameters.items() if p is not None]
     if module._modules or len(parameters) != 1:
         return None
-    lazy = isinstance(parameters[0], nn.parameter.UninitializedParameter)
-    return None if lazy or parameters[0].dim() != 1 else parameters[0]
+    name, vector = parameters[0]
+    lazy = isinstance(vector, nn.parameter.UninitializedParameter)
+    return None if lazy or vector.dim() != 1 else (name, vector)
 
 
 class NormProbe:
@@ -45,19 +54,20 @@ class NormProbe:
 
     def form(self, module: nn.Module, stock: type[nn.Module]) -> NormForm | None:
         """How `module`, read as class `stock`, computes an RMSNorm; None when it does not."""
-        vector = _single_vector(module)
-        if vector is None:
+        found = _single_vector(module)
+        if found is None:
             return None
+        name, vector = found
         width = vector.shape[0]
         # A layer's index differs between equal norms and changes nothing; eps and flags may.
         own = {k: v for k, v in vars(module).items() if isinstance(v, bool | float | str)}
-        key = (stock, width, *sorted((k, v) for k, v in own.items() if k != "training"))
+        key = (stock, name, width, *sorted((k, v) for k, v in own.items() if k != "training"))
         if key not in self._known:
-            self._known[key] = _probe(module, stock, width)
+            self._known[key] = _probe(module, stock, name, width)
         return self._known[key]
 
 
-def _probe(module: nn.Module, stock: type[nn.Module], width: int) -> NormForm | None:
+def _probe(module: nn.Module, stock: type[nn.Module], name: str, width: int) -> NormForm | None:
     generator = torch.Generator().manual_seed(_SEED)
     weight = torch.randn(width, generator=generator, device="cpu")
     # The last rows are so small that a wrong eps shows.
@@ -73,12 +83,12 @@ def _probe(module: nn.Module, stock: type[nn.Module], width: int) -> NormForm | 
     if not isinstance(out, torch.Tensor) or out.shape != (1, _ROWS, width):
         return None
     y = out[0].float()
-    own = [v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 0.1]
+    own = {v: k for k, v in vars(module).items() if isinstance(v, float) and 0 <= v < 0.1}
     for eps in dict.fromkeys([*own, *_USUAL_EPS]):
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
         for factor, by in (("w", weight), ("1 + w", 1 + weight)):
             if torch.allclose(y, normed * by, rtol=1e-3, atol=1e-4):
-                return NormForm(factor, eps)  # type: ignore[arg-type]
+                return NormForm(factor, eps, name, own.get(eps))  # type: ignore[arg-type]
     return None
 
 
