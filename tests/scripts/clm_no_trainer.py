@@ -95,4 +95,5 @@ for batch in train:
 accelerator.wait_for_everyone()
 accelerator.unwrap_model(model).save_pretrained(args.output_dir)
 torch.save(losses, os.path.join(args.output_dir, "losses.pt"))
+torch.save(start, os.path.join(args.output_dir, "start.pt"))
 print(f"loss {losses[-1]:.4f}")

@@ -37,5 +37,6 @@ trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
 evaluation = trainer.evaluate()
 trainer.save_model()
 trainer.save_state()
+torch.save(start, f"{arguments.output_dir}/start.pt")
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 print(f"loss {losses[-1]:.4f}, evaluation {evaluation['eval_loss']:.4f}")

@@ -105,4 +105,5 @@ for batch in evaluate:
 accelerator.wait_for_everyone()
 accelerator.unwrap_model(model).save_pretrained(args.output_dir)
 torch.save(losses + evaluations, os.path.join(args.output_dir, "losses.pt"))
+torch.save(start, os.path.join(args.output_dir, "start.pt"))
 print(f"loss {losses[-1]:.4f}, evaluation {sum(evaluations) / len(evaluations):.4f}")

@@ -19,6 +19,7 @@ parser.add_argument("--resume")
 parser.add_argument("--text")
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--compile")
+parser.add_argument("--device", default="cpu")
 args = parser.parse_args()
 
 VOCAB, WIDTH, LENGTH = 96, 32, 16
@@ -68,7 +69,7 @@ class GPT(nn.Module):
 def call(ids: Tensor) -> Tensor:
     if not args.autocast:
         return model(ids)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(args.device, torch.bfloat16):
         logits = model(ids)
     return logits.float()
 
@@ -82,6 +83,7 @@ model = GPT()
 if args.resume:
     model.load_state_dict(torch.load(args.resume)["model"], strict=True)
 start = {name: p.detach().clone() for name, p in model.named_parameters()}
+model.to(args.device)
 decay = [p for p in model.parameters() if p.dim() > 1]
 rest = [p for p in model.parameters() if p.dim() == 1]
 optimizer = torch.optim.AdamW([{"params": decay}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
@@ -92,6 +94,7 @@ if args.text:  # printable ASCII, and everything else as a space
     text = torch.where((text < 32) | (text > 127), 0, text - 32)
     data = text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)
     data = data[torch.randperm(len(data), generator=generator)]
+data = data.to(args.device)
 if args.resume:
     optimizer.load_state_dict(torch.load(args.resume)["optimizer"])
 raw_model = model
@@ -114,5 +117,5 @@ for step in range(args.steps):
     optimizer.zero_grad(set_to_none=True)
 if args.save:
     checkpoint = {"model": raw_model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(checkpoint | {"losses": losses}, args.save)
+    torch.save(checkpoint | {"losses": losses, "start": start}, args.save)
 print(f"loss {losses[-1]:.4f}")

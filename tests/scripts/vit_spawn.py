@@ -16,6 +16,8 @@ parser.add_argument("--steps", type=int, default=3)
 parser.add_argument("--processes", type=int, default=2)
 parser.add_argument("--seeds", type=int, nargs="+", default=[0])
 parser.add_argument("--save")
+parser.add_argument("--device", default="cpu", help="cpu, or cuda: a GPU each if there are enough")
+parser.add_argument("--timm", action="store_true", help="timm's ViT instead of the one below")
 
 
 class Block(nn.Module):
@@ -47,10 +49,19 @@ class ViT(nn.Module):
         return self.head(self.norm(x).mean(1))
 
 
+def build(timm: bool) -> nn.Module:
+    if not timm:
+        return ViT()
+    from timm.models import VisionTransformer
+
+    shape = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
+    return VisionTransformer(**shape, num_classes=10, global_pool="avg", class_token=False)
+
+
 def digest(model: nn.Module) -> str:
     hashed = hashlib.sha256()
     for parameter in model.parameters():
-        hashed.update(parameter.detach().numpy().tobytes())
+        hashed.update(parameter.detach().cpu().numpy().tobytes())
     return hashed.hexdigest()[:16]
 
 
@@ -58,7 +69,12 @@ def train(rank: int, args: argparse.Namespace, seed: int) -> None:
     torch.manual_seed(seed)
     # What a class looks like, the same for all seeds; each image is mostly noise, and a new one.
     classes = torch.randn(10, 3, 16, 16, generator=torch.Generator().manual_seed(99))
-    model = DistributedDataParallel(ViT())
+    device, count = torch.device(args.device), 0
+    if device.type == "cuda":
+        device, count = torch.device("cuda", rank % torch.cuda.device_count()), 1
+    model = DistributedDataParallel(
+        build(args.timm).to(device), device_ids=[device] * count or None
+    )
     start = {name: value.clone() for name, value in model.module.state_dict().items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     generator = torch.Generator().manual_seed(1000 * seed + rank)
@@ -67,16 +83,16 @@ def train(rank: int, args: argparse.Namespace, seed: int) -> None:
         labels = torch.randint(0, 10, (8,), generator=generator)
         noise = torch.randn(8, 3, 16, 16, generator=generator)
         images = 0.2 * classes[labels] + noise * (1 + rank)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = nn.functional.cross_entropy(model(images), labels)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = nn.functional.cross_entropy(model(images.to(device)), labels.to(device))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     if rank == 0:  # the others go on
         model.module.eval()
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            model.module(torch.randn(2, 3, 16, 16))
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+            model.module(torch.randn(2, 3, 16, 16, device=device))
         if args.save:
             saved = {"start": start, "model": model.module.state_dict(), "losses": losses}
             torch.save(saved, f"{args.save}/{seed}.pt")
@@ -85,7 +101,12 @@ def train(rank: int, args: argparse.Namespace, seed: int) -> None:
 
 def work(rank: int, args: argparse.Namespace, port: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=args.processes)
+    # NCCL takes no GPU twice.
+    enough = args.device == "cuda" and torch.cuda.device_count() >= args.processes
+    backend = "nccl" if enough else "gloo"
+    if args.device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(backend, rank=rank, world_size=args.processes)
     for seed in args.seeds:
         train(rank, args, seed)
     dist.barrier()
