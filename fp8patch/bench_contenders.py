@@ -6,7 +6,6 @@ every FP8 contender converts that list of Linears; only `ours-head-bf16` leaves 
 
 import contextlib
 import difflib
-import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import nn
 from fp8patch.amp import autocast
 from fp8patch.bench_gpt import GptLayers
 from fp8patch.bench_workloads import Workload
+from fp8patch.blocks import compile_blocks
 from fp8patch.convert import convert_model
 from fp8patch.errors import Fp8PatchError
 from fp8patch.plan import Plan, plan_model
@@ -214,8 +214,7 @@ def _compile(prepared: Prepared, contender: Contender) -> None:
     """
     graphs = contender.mode == "graphs"
     blocks = _blocks(prepared.model)
-    compile_blocks = _our_compiler() if contender.family in ("bf16", "ours") else None
-    if compile_blocks is not None and len(blocks) > 1:
+    if contender.family in ("bf16", "ours") and len(blocks) > 1:
         compiled = compile_blocks(prepared.model, cuda_graphs=graphs)
         prepared.left_eager = lambda: dict(compiled.left)
     else:
@@ -223,14 +222,8 @@ def _compile(prepared: Prepared, contender: Contender) -> None:
             block.compile(mode="reduce-overhead" if graphs else None)
         # Our first step only looks: what it finds is what is compiled.
         prepared.first_step_eager = contender.family == "ours"
-    if graphs:
-        prepared.before_step = torch.compiler.cudagraph_mark_step_begin
-
-
-def _our_compiler() -> Any:
-    if importlib.util.find_spec("fp8patch.blocks") is None:
-        return None
-    return importlib.import_module("fp8patch.blocks").compile_blocks
+        if graphs:
+            prepared.before_step = torch.compiler.cudagraph_mark_step_begin
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
