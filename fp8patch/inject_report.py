@@ -2,20 +2,26 @@
 
 import math
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fp8patch import __version__, messages
 from fp8patch.inject_record import place, write_json
+from fp8patch.inspect_advice import advise, overrides, recipe_line
+from fp8patch.inspect_run import FORMAT_VERSION
+from fp8patch.inspect_slots import layers_of
+from fp8patch.inspect_source import source_of
 
 if TYPE_CHECKING:
     from fp8patch.inject_models import Model
     from fp8patch.inject_record import Record
     from fp8patch.train_options import TrainOptions
 
-# 1: without history.
-FORMAT_VERSION = 2
-
 __all__ = ["check_lines", "progress_line", "report", "say_start", "say_summary", "write_report"]
+
+
+# Layers at risk that the summary names.
+_MOST_RISKS = 3
 
 
 class Facts(Protocol):
@@ -105,6 +111,7 @@ def say_summary(run: "Facts") -> None:
     messages.note(f"summary: {_count(values['steps'], 'optimizer step')}{pace}{peak}.")
     if run.execution in ("fp8", "emulate"):
         _say_fp8(values)
+        _say_risks(values, run.options.report)
         _say_late(run.late())
     overhead = values["overhead"]
     each = overhead["seconds_a_step"]
@@ -139,6 +146,20 @@ def _say_fp8(values: dict[str, Any]) -> None:
     ]
     if parts:
         messages.note(f"of the values cast: {'; '.join(parts)}.")
+
+
+def _say_risks(values: dict[str, Any], path: str | None) -> None:
+    """The layers that lose too much to FP8, and what a recipe could say of them."""
+    source = source_of(Path(path or "run.json"), values)
+    advice = advise(layers_of(source.slots))
+    for item in advice[:_MOST_RISKS]:
+        messages.warn(f"{item.path or '(the model itself)'}: {item.why}.")
+    if len(advice) > _MOST_RISKS:
+        where = "--report FILE keeps them." if path is None else f"see fp8patch inspect {path}"
+        messages.warn(f"{len(advice) - _MOST_RISKS} more layers lose as much; {where}")
+    chosen = overrides(advice[:_MOST_RISKS], [slot.path for slot in source.slots])
+    if chosen:
+        messages.note(f"a recipe that helps has: {recipe_line(chosen)}")
 
 
 def _say_late(late: dict[str, list[str]]) -> None:

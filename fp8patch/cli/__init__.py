@@ -35,6 +35,7 @@ COMMANDS: dict[str, str] = {
     "plan": "What of a model would run in FP8, and why not more; reads no weights.",
     "train": "Run any training script, unmodified, in FP8.",
     "bench": "BF16 against FP8: step time, memory and kernels, side by side on your GPU.",
+    "inspect": "Where FP8 loses too much in a run or a checkpoint, and what helps.",
     "convert": "Write a patched checkpoint: the same weights, plus FP8 scales beside them.",
     "revert": "Write the plain checkpoint again.",
 }
