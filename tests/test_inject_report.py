@@ -50,7 +50,7 @@ def test_the_report_is_refreshed_while_the_run_goes_on(
     assert ended["coverage"]["fp8_calls"] == 14
     assert ended["coverage"]["calls"] == 15
     assert ended["models"][0]["class"] == "LlamaForCausalLM"
-    assert ended["models"][0]["converted"] == {"linear": 14}
+    assert ended["models"][0]["converted"] == {"linear": 14, "rmsnorm": 5}
     assert ended["ratios"]["grad_output"]["non_finite"] == 0
     assert 0 < ended["overhead"]["seconds_a_step"] < 1
     assert list(tmp_path.iterdir()) == [path]
