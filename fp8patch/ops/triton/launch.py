@@ -6,12 +6,25 @@ us of GPU time. After a first such launch, `Launcher` calls the compiled kernel 
 addresses as integers.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton import knobs
+
+# torch.cuda.current_stream builds an object, for 5 us; this is the handle that it would hold.
+_raw_stream: Callable[[int], int] = getattr(
+    torch._C,
+    "_cuda_getCurrentRawStream",
+    lambda device: torch.cuda.current_stream(device).cuda_stream,
+)
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+def blocks_of(size: int, block: int) -> int:
+    """How many blocks cover `size`. (`triton.cdiv` takes 4 us.)"""
+    return -(-size // block)
 
 
 def size_class(number: int) -> int:
@@ -20,7 +33,7 @@ def size_class(number: int) -> int:
     A compiled kernel may be called with the sizes that it was compiled for, and these alone: each
     size must be in the `variant` that is given to `Launcher`.
     """
-    return 1 if number == 1 else (16 if number % 16 == 0 else 0) + (number >> 31)
+    return 1 if number == 1 else (0 if number % 16 else 16) + (number >> 31)
 
 
 class Launcher:
@@ -39,7 +52,7 @@ class Launcher:
         blocks: int,
         tensors: Sequence[Tensor],
         numbers: Sequence[float],
-        constants: dict[str, Any],
+        constants: dict[str, Any] | Callable[[], dict[str, Any]],
         warps: int,
     ) -> None:
         """Launch `blocks` programs on the current stream of the tensors' device.
@@ -47,22 +60,30 @@ class Launcher:
         Args:
             variant: Whatever the compiled code depends on: dtypes, constants, `warps`, the
                 `size_class` of every size, and whether a tensor starts at a multiple of 16 bytes.
+            constants: A function is only called the first time.
         """
         device = tensors[0].device.index
         key = (device, variant)
         known = self._compiled.get(key)
-        if known is None or device != torch.cuda.current_device():
-            self._first(key, device, blocks, tensors, numbers, constants, warps)
+        if known is None or device != _current_device():
+            given = constants() if callable(constants) else constants
+            self._first(key, device, blocks, tensors, numbers, given, warps)
             return
         compiled, values = known
-        stream = torch.cuda.current_stream(device).cuda_stream
-        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        metadata = compiled.packed_metadata
         compiled.run(
-            blocks, 1, 1, stream, compiled.function, metadata, None, enter, leave,
-            *addresses, *numbers, *values,
-        )  # fmt: skip
+            blocks,
+            1,
+            1,
+            _raw_stream(device),
+            compiled.function,
+            compiled.packed_metadata,
+            None,
+            knobs.runtime.launch_enter_hook,
+            knobs.runtime.launch_exit_hook,
+            *[tensor.data_ptr() for tensor in tensors],
+            *numbers,
+            *values,
+        )
 
     def _first(
         self,
@@ -74,9 +95,10 @@ class Launcher:
         constants: dict[str, Any],
         warps: int,
     ) -> None:
+        launch = self._kernel[(blocks,)]
         if device is None:  # The CPU interpreter.
-            self._kernel[(blocks,)](*tensors, *numbers, **constants, num_warps=warps)
+            launch(*tensors, *numbers, **constants, num_warps=warps)
             return
         with torch.cuda.device(device):
-            compiled = self._kernel[(blocks,)](*tensors, *numbers, **constants, num_warps=warps)
+            compiled = launch(*tensors, *numbers, **constants, num_warps=warps)
         self._compiled[key] = compiled, tuple(constants.values())

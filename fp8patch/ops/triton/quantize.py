@@ -22,11 +22,11 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8patch import numerics
-from fp8patch.ops.triton.launch import Launcher, size_class
+from fp8patch.ops.triton.launch import Launcher, blocks_of, size_class
 from fp8patch.ops.triton.packing import ASSEMBLY, cast_four
 
 # Rows, columns and warps of a tile, found with scripts/tune_quantize.py on an H200.
-TILE = (64, 128, 4)
+TILE = (64, 64, 4)
 _AMAX_TILE = (32, 256, 8)
 
 
@@ -79,7 +79,7 @@ def add_count(counts, column, ones):
 
 
 @triton.jit
-def _flushed(values, used, FLUSHES_TO: tl.constexpr):
+def flushed(values, used, FLUSHES_TO: tl.constexpr):
     return _one((values != 0.0) & (tl.abs(values * used) <= FLUSHES_TO))
 
 
@@ -94,7 +94,7 @@ def _store_row(x_fp8, quantized, m, k, rows, width, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _store_tile(
+def store_tile(
     x_fp8, x_fp8_t, s0, s1, s2, s3, w, k, rows, width, height,
     TRANSPOSE: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -118,7 +118,7 @@ def _store_tile(
 
 
 @triton.jit
-def _outlier(
+def outlier(
     values, used, counts, LARGEST: tl.constexpr, CLIPS: tl.constexpr, OBSERVE: tl.constexpr
 ):
     """What a tile with an element that clips, or is not finite, is scaled to."""
@@ -131,7 +131,7 @@ def _outlier(
 
 
 @triton.jit
-def _max_abs(a, b):
+def max_abs(a, b):
     return tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -149,19 +149,19 @@ def quantize_tile(
     v1 = load_row(x, 4 * w + 1, k, rows, cols, stride_m, stride_k, EVEN)
     v2 = load_row(x, 4 * w + 2, k, rows, cols, stride_m, stride_k, EVEN)
     v3 = load_row(x, 4 * w + 3, k, rows, cols, stride_m, stride_k, EVEN)
-    _store_tile(
+    store_tile(
         x_fp8, x_fp8_t, v0 * used, v1 * used, v2 * used, v3 * used, w, k, rows, width, height,
         TRANSPOSE, EVEN, PTX,
     )  # fmt: skip
     sums = (v0 + v1) + (v2 + v3)
-    tile_bits = tl.max(bits_of(_max_abs(_max_abs(v0, v1), _max_abs(v2, v3))))
+    tile_bits = tl.max(bits_of(max_abs(max_abs(v0, v1), max_abs(v2, v3))))
     if OBSERVE:
         # Thousands of atomics on one address would queue up; most tiles have nothing to add to it.
         slot = amax.to(tl.pointer_type(tl.int32), bitcast=True)
         if tile_bits > tl.load(slot):
             tl.atomic_max(slot, tile_bits, sem="relaxed")
-        lost = _flushed(v0, used, FLUSHES_TO) + _flushed(v1, used, FLUSHES_TO)
-        lost += _flushed(v2, used, FLUSHES_TO) + _flushed(v3, used, FLUSHES_TO)
+        lost = flushed(v0, used, FLUSHES_TO) + flushed(v1, used, FLUSHES_TO)
+        lost += flushed(v2, used, FLUSHES_TO) + flushed(v3, used, FLUSHES_TO)
         add_count(counts, 1, lost)
     # What only an outlier needs is done again, from memory, in the rare tile that holds one.
     if (tile_bits.to(tl.float32, bitcast=True) * used <= CLIPS) == 0:
@@ -169,23 +169,25 @@ def quantize_tile(
         v1 = load_row(x, 4 * w + 1, k, rows, cols, stride_m, stride_k, EVEN)
         v2 = load_row(x, 4 * w + 2, k, rows, cols, stride_m, stride_k, EVEN)
         v3 = load_row(x, 4 * w + 3, k, rows, cols, stride_m, stride_k, EVEN)
-        s0 = _outlier(v0, used, counts, LARGEST, CLIPS, OBSERVE)
-        s1 = _outlier(v1, used, counts, LARGEST, CLIPS, OBSERVE)
-        s2 = _outlier(v2, used, counts, LARGEST, CLIPS, OBSERVE)
-        s3 = _outlier(v3, used, counts, LARGEST, CLIPS, OBSERVE)
-        _store_tile(
+        s0 = outlier(v0, used, counts, LARGEST, CLIPS, OBSERVE)
+        s1 = outlier(v1, used, counts, LARGEST, CLIPS, OBSERVE)
+        s2 = outlier(v2, used, counts, LARGEST, CLIPS, OBSERVE)
+        s3 = outlier(v3, used, counts, LARGEST, CLIPS, OBSERVE)
+        store_tile(
             x_fp8, x_fp8_t, s0, s1, s2, s3, w, k, rows, width, height, TRANSPOSE, EVEN, PTX
         )  # fmt: skip
     return sums
 
 
-@triton.jit
+# `cols` is not specialised: as a constant 1 it makes neighbours zeros that are known to be equal,
+# and ptxas 12.8 converts a pair of equal registers wrongly (F2FP merges garbage in).
+@triton.jit(do_not_specialize=["cols"])
 def _quantize_kernel(
     x, x_fp8, x_fp8_t, scale, scale_inv, bits, amax, counts, sums,
     limit, rows, cols, height, width, stride_m, stride_k,
     LARGEST: tl.constexpr, CLIPS: tl.constexpr, FLUSHES_TO: tl.constexpr, FLOOR: tl.constexpr,
     LIVE: tl.constexpr, OBSERVE: tl.constexpr, TRANSPOSE: tl.constexpr, SUMS: tl.constexpr,
-    EVEN: tl.constexpr, PTX: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    EVEN: tl.constexpr, FULL: tl.constexpr, PTX: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     across = tl.cdiv(width, BK)
@@ -195,13 +197,15 @@ def _quantize_kernel(
         used = live_scale(bits, limit, FLOOR)
     else:
         used = tl.load(scale)
+    # (`width` is known to be a multiple of 16.)
+    end = width if FULL else cols
     tile_sums = quantize_tile(
-        x, x_fp8, x_fp8_t, amax, counts, used, w, k, rows, cols, width, height, stride_m, stride_k,
+        x, x_fp8, x_fp8_t, amax, counts, used, w, k, rows, end, width, height, stride_m, stride_k,
         LARGEST, CLIPS, FLUSHES_TO, OBSERVE, TRANSPOSE, EVEN, PTX,
     )  # fmt: skip
     if SUMS:
-        target = sums + (pid // across).to(tl.int64) * cols + k
-        tl.store(target, tl.sum(tile_sums, 0), mask=k < cols)
+        target = sums + (pid // across).to(tl.int64) * width + k
+        tl.store(target, tl.sum(tile_sums, 0), mask=k < width)
     if pid == 0:
         tl.store(scale_inv, tl.div_rn(1.0, used))
         if OBSERVE:
@@ -209,9 +213,32 @@ def _quantize_kernel(
             tl.atomic_add(counts + 3, (tl.zeros((), tl.int64) + rows) * cols, sem="relaxed")
 
 
-_quantize = Launcher(_quantize_kernel)
-_amax = Launcher(_amax_kernel)
-_CONSTANTS = {
+@triton.jit
+def _add_rows_kernel(partial, sums, rows, cols, width, BM: tl.constexpr, BK: tl.constexpr):
+    k = tl.program_id(0) * BK + tl.arange(0, BK)
+    total = tl.zeros((BM, BK), tl.float32)
+    for start in range(0, rows, BM):
+        m = start + tl.arange(0, BM)
+        inside = (m[:, None] < rows) & (k[None, :] < width)
+        total += tl.load(partial + m[:, None] * width + k[None, :], mask=inside, other=0.0)
+    tl.store(sums + k, tl.sum(total, 0), mask=k < cols)
+
+
+def _quantize_constants(
+    dtype: torch.dtype, on_gpu: bool, flags: tuple[bool, ...], bm: int, bk: int
+) -> dict[str, Any]:
+    names = ("LIVE", "OBSERVE", "TRANSPOSE", "SUMS", "EVEN", "FULL")
+    return {
+        **CONSTANTS[dtype],
+        "FLOOR": numerics.AMAX_FLOOR,
+        **dict(zip(names, flags, strict=True)),
+        "PTX": ASSEMBLY[dtype] if on_gpu else "",
+        "BM": bm,
+        "BK": bk,
+    }
+
+
+CONSTANTS = {
     dtype: {
         "LARGEST": numerics.FP8_MAX[dtype],
         "CLIPS": numerics.CLIPS_ABOVE[dtype],
@@ -219,21 +246,33 @@ _CONSTANTS = {
     }
     for dtype in (numerics.E4M3, numerics.E5M2)
 }
+_quantize = Launcher(_quantize_kernel)
+_amax = Launcher(_amax_kernel)
+_add_rows = Launcher(_add_rows_kernel)
 
 
 def live_amax(x: Tensor) -> Tensor:
     """max |x| of a non-empty [M, K] as the bits of an FP32 number (int32 scalar), for `live`."""
     rows, cols = x.shape
-    stride_m, stride_k = x.stride()
     bits = torch.zeros((), dtype=torch.int32, device=x.device)
     bm, bk, warps = _AMAX_TILE
+    sizes = rows, cols, *x.stride()
     even = rows % bm == 0 and cols % bk == 0
-    sizes = rows, cols, stride_m, stride_k
-    variant = (x.dtype, even, x.data_ptr() % 16 == 0, *map(size_class, sizes))
+    variant = (x.dtype, x.data_ptr() % 16, even, *map(size_class, sizes))
     constants = {"EVEN": even, "BM": bm, "BK": bk}
-    blocks = triton.cdiv(rows, bm) * triton.cdiv(cols, bk)
-    _amax(variant, blocks, (x, bits), sizes, constants, warps)
+    grid = blocks_of(rows, bm) * blocks_of(cols, bk)
+    _amax(variant, grid, (x, bits), sizes, constants, warps)
     return bits
+
+
+def _add_rows_of(partial: Tensor, cols: int) -> Tensor:
+    rows, width = partial.shape
+    sums = torch.empty(cols, dtype=torch.float32, device=partial.device)
+    sizes = rows, cols, width
+    variant = tuple(map(size_class, sizes))
+    constants = {"BM": 64, "BK": 32}
+    _add_rows(variant, blocks_of(cols, 32), (partial, sums), sizes, constants, 4)
+    return sums
 
 
 def quantize(
@@ -253,28 +292,41 @@ def quantize(
     """`ops.quantize.quantize` on the GPU; x [M, K] holds at least one element."""
     rows, cols = x.shape
     stride_m, stride_k = x.stride()
-    height, width = -(-rows // 16) * 16, -(-cols // 16) * 16
+    device = x.device
+    height, width = (rows + 15) // 16 * 16, (cols + 15) // 16 * 16
     bm, bk, warps = tile
-    x_fp8 = torch.empty((rows, width), dtype=dtype, device=x.device)
-    x_fp8_t = torch.empty((width, height) if transpose else (0, 0), dtype=dtype, device=x.device)
-    scale_inv = torch.empty((), dtype=torch.float32, device=x.device)
     # The transpose has padded rows of its own to fill with zeros.
-    down = triton.cdiv(height if transpose else rows, bm)
-    sums = torch.empty((down if column_sums else 0, cols), dtype=torch.float32, device=x.device)
-    even = rows % bm == 0 and width % bk == 0 and cols == width
-    sizes = rows, cols, height, width, stride_m, stride_k
-    aligned = x.data_ptr() % 16 == 0
-    flags = live, observe, transpose, column_sums, even
-    variant = (x.dtype, dtype, tile, aligned, flags, *map(size_class, sizes))
-    constants: dict[str, Any] = {
-        **_CONSTANTS[dtype],
-        "FLOOR": numerics.AMAX_FLOOR,
-        **dict(zip(("LIVE", "OBSERVE", "TRANSPOSE", "SUMS", "EVEN"), flags, strict=True)),
-        "PTX": ASSEMBLY[dtype] if x.is_cuda else "",
-        "BM": bm,
-        "BK": bk,
-    }
+    down = blocks_of(height if transpose else rows, bm)
+    x_fp8 = torch.empty((rows, width), dtype=dtype, device=device)
+    x_fp8_t = torch.empty((width, height) if transpose else (0, 0), dtype=dtype, device=device)
+    scale_inv = torch.empty((), dtype=torch.float32, device=device)
+    sums = torch.empty(down * column_sums, width, dtype=torch.float32, device=device)
     bits = live_amax(x) if live else scale
-    tensors = (x, x_fp8, x_fp8_t, scale, scale_inv, bits, amax, counts, sums)
-    _quantize(variant, down * triton.cdiv(width, bk), tensors, (limit, *sizes), constants, warps)
-    return x_fp8, x_fp8_t, scale_inv, sums.sum(0) if column_sums else sums[0:0, 0]
+    full = cols == width
+    even = full and rows % bm == 0 and width % bk == 0
+    sizes = rows, cols, height, width, stride_m, stride_k
+    flags = (live, observe, transpose, column_sums, even, full)
+    variant = (
+        x.dtype,
+        dtype,
+        flags,
+        tile,
+        x.data_ptr() % 16,
+        size_class(rows),
+        cols >> 31,
+        size_class(height),
+        size_class(width),
+        size_class(stride_m),
+        size_class(stride_k),
+    )
+    _quantize(
+        variant,
+        down * blocks_of(width, bk),
+        (x, x_fp8, x_fp8_t, scale, scale_inv, bits, amax, counts, sums),
+        (limit, *sizes),
+        lambda: _quantize_constants(dtype, x.is_cuda, flags, bm, bk),
+        warps,
+    )
+    if column_sums:
+        return x_fp8, x_fp8_t, scale_inv, _add_rows_of(sums, cols)
+    return x_fp8, x_fp8_t, scale_inv, sums.view(0)

@@ -15,10 +15,10 @@ from torch import Tensor
 from fp8patch import numerics
 from fp8patch.ops.triton.launch import Launcher
 from fp8patch.ops.triton.packing import ASSEMBLY
-from fp8patch.ops.triton.quantize import bits_of, live_scale, load_row, quantize_tile
+from fp8patch.ops.triton.quantize import CONSTANTS, bits_of, live_scale, load_row, quantize_tile
 
 # Rows, columns and warps of a tile, found with scripts/tune_quantize.py on an H200.
-TILE = (64, 128, 4)
+TILE = (32, 128, 2)
 # Columns of the table of addresses, int64.
 _COLUMNS = 9
 _POINTERS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -95,6 +95,22 @@ def _cast_kernel(
             tl.atomic_add(counts + 3, rows.to(tl.int64) * cols, sem="relaxed")
 
 
+def _cast_constants(
+    dtype: torch.dtype, on_gpu: bool, live: bool, observe: bool, bm: int, bk: int
+) -> dict[str, Any]:
+    return {
+        "TYPE": _POINTERS[dtype],
+        "COLUMNS": _COLUMNS,
+        **CONSTANTS[numerics.E4M3],
+        "FLOOR": numerics.AMAX_FLOOR,
+        "LIVE": live,
+        "OBSERVE": observe,
+        "PTX": ASSEMBLY[numerics.E4M3] if on_gpu else "",
+        "BM": bm,
+        "BK": bk,
+    }
+
+
 _amax = Launcher(_amax_kernel)
 _cast = Launcher(_cast_kernel)
 
@@ -124,25 +140,12 @@ class ManyCasts:
 
     def run(self, limit: float, *, live: bool, observe: bool) -> None:
         """Cast every weight as it is now; arguments as in `ops.quantize.quantize`."""
-        bm, bk, warps = TILE
-        blocks = self._tiles.shape[0]
-        shared = {"TYPE": _POINTERS[self._dtype], "COLUMNS": _COLUMNS}
+        grid, (bm, bk, warps), dtype = self._tiles.shape[0], TILE, self._dtype
         tensors = self._tiles, self._table, self._bits
         if live:
             self._bits.zero_()
-            constants: dict[str, Any] = {**shared, "BM": bm, "BK": bk}
-            _amax(self._dtype, blocks, tensors, (), constants, warps)
-        constants = {
-            **shared,
-            "LARGEST": numerics.FP8_MAX[numerics.E4M3],
-            "CLIPS": numerics.CLIPS_ABOVE[numerics.E4M3],
-            "FLUSHES_TO": numerics.FLUSHES_TO[numerics.E4M3],
-            "FLOOR": numerics.AMAX_FLOOR,
-            "LIVE": live,
-            "OBSERVE": observe,
-            "PTX": ASSEMBLY[numerics.E4M3] if self._tiles.is_cuda else "",
-            "BM": bm,
-            "BK": bk,
-        }
-        _cast((self._dtype, live, observe), blocks, tensors, (limit,), constants, warps)
+            shapes = {"TYPE": _POINTERS[dtype], "COLUMNS": _COLUMNS, "BM": bm, "BK": bk}
+            _amax((dtype, TILE), grid, tensors, (), shapes, warps)
+        constants = _cast_constants(dtype, self._tiles.is_cuda, live, observe, bm, bk)
+        _cast((dtype, live, observe, TILE), grid, tensors, (limit,), constants, warps)
         torch.autograd.graph.increment_version(self._written)
