@@ -14,16 +14,18 @@ from fp8patch.ops.triton import quantize_many
 from fp8patch.ops.triton.quantize import quantize
 
 SHAPES = ((8192, 1024), (12288, 1024), (12288, 4096), (8192, 4096), (8192, 14336), (4096, 4096))
-TILES = tuple(
-    (bm, bk, warps)
-    for bm, bk, warps in itertools.product((32, 64, 128, 256), (64, 128, 256), (2, 4, 8))
-    if 32 <= bm * bk // (warps * 32) <= 128
+TILES = (
+    (32, 64, 2),
+    (32, 128, 2),
+    (32, 128, 4),
+    (64, 64, 2),
+    (64, 64, 4),
+    (64, 128, 4),
+    (64, 128, 8),
+    (128, 64, 4),
+    (128, 64, 8),
+    (128, 128, 8),
 )
-
-
-def milliseconds(function: object) -> float:
-    """Median time of one call; do_bench flushes the L2 cache in between."""
-    return float(triton.testing.do_bench(function, warmup=10, rep=60, return_mode="median"))
 
 
 def copying(size: int) -> float:
