@@ -5,6 +5,7 @@ python scripts/tune_quantize.py [--quick]
 
 import itertools
 import sys
+from collections.abc import Callable
 
 import torch
 import triton
@@ -26,6 +27,11 @@ TILES = (
     (128, 64, 8),
     (128, 128, 8),
 )
+
+
+def milliseconds(function: Callable[[], object]) -> float:
+    """Median time of one call; do_bench flushes the L2 cache in between."""
+    return float(triton.testing.do_bench(function, warmup=5, rep=30, return_mode="median"))
 
 
 def copying(size: int) -> float:
