@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from fp8patch import blocks_graphs, messages
+from fp8patch import messages
 from fp8patch.blocks_calls import Caller, takes_cache, unwatch, watch
 from fp8patch.blocks_find import Block, find_blocks, structure, variants
+from fp8patch.blocks_graphs import Graphs
 from fp8patch.blocks_run import BlockCall, Structure
 from fp8patch.errors import Fp8PatchError
 
@@ -82,7 +83,9 @@ class CompiledBlocks:
         self._calls: list[tuple[weakref.ref[nn.Module], BlockCall]] = []
         self._taken: dict[str, str] = {}
         self._parts: list[weakref.ref[nn.Module]] = []
-        caller = Caller(blocks_graphs.begin if cuda_graphs else None, None)
+        graphs = Graphs(model) if cuda_graphs else None
+        caller = Caller(graphs)
+        wrote = None if graphs is None else graphs.wrote
         groups: dict[Any, list[Block]] = {}
         for block in blocks:
             if block.module._compiled_call_impl is not None:
@@ -92,8 +95,10 @@ class CompiledBlocks:
         for group in groups.values():
             kinds = variants([block.module for block in group])
             shared = Structure(_name(group), backend, kinds)
+            if graphs is not None:
+                graphs.structures.append(shared)
             for block in group:
-                call = BlockCall(block.path, block.module, shared, caller.mode)
+                call = BlockCall(block.path, block.module, shared, caller.mode, wrote)
                 block.module.__dict__["_compiled_call_impl"] = call
                 self._calls.append((weakref.ref(block.module), call))
         self.names = tuple(call.path for _, call in self._calls)

@@ -8,7 +8,6 @@ and does what the last training forward did.
 import inspect
 import sys
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from fp8patch import messages, regions
+from fp8patch.blocks_graphs import Graphs
 from fp8patch.blocks_run import COMPILED, EAGER, GRAPHS, Mode
 from fp8patch.compiler import outside_compiler
 
@@ -50,17 +50,10 @@ _state = _State()
 
 
 class Caller:
-    """Decides for the blocks of one `compile_blocks`.
+    """Decides for the blocks of one `compile_blocks`; with `graphs`, where those were asked for."""
 
-    Attributes:
-        finish: What happens to the output of an outermost call that ran CUDA graphs.
-    """
-
-    def __init__(
-        self, begin_graphs: Callable[[], bool] | None, finish: Callable[[Any], Any] | None
-    ) -> None:
-        self._begin_graphs = begin_graphs
-        self.finish = finish
+    def __init__(self, graphs: Graphs | None) -> None:
+        self.graphs = graphs
         self._entry = -1
         self._mode = self._last_training = EAGER
 
@@ -91,9 +84,7 @@ class Caller:
             unknown = not banks or any(bank.observation is not None for bank in banks)
             if unknown or region.calibrating:
                 return EAGER
-        if self._begin_graphs is not None and self._begin_graphs():
-            return GRAPHS
-        return COMPILED
+        return COMPILED if self.graphs is None else self.graphs.begin()
 
     def ran_graphs(self) -> bool:
         """Did the call that is running use CUDA graphs?"""
@@ -166,9 +157,11 @@ def _leave(module: Any, args: Any, output: Any) -> Any:
     if not _state.calls or _state.calls[-1].module is not module:
         return None
     caller = _callers.get(module)
-    if len(_state.calls) > 1 or caller is None or caller.finish is None or output is None:
-        _state.calls.pop()
-        return None
-    ran = caller.ran_graphs()
+    outermost = len(_state.calls) == 1
+    ran = caller is not None and caller.ran_graphs()
     _state.calls.pop()
-    return caller.finish(output) if ran else None
+    if not outermost or not ran or output is None:
+        return None
+    assert caller is not None
+    assert caller.graphs is not None
+    return caller.graphs.finish(output)

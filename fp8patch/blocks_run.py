@@ -74,6 +74,10 @@ class Structure:
             function = self._compiled[kind] = _compile(*kind, self._backend, self._limit)
         return function
 
+    def renew(self) -> None:
+        """Compile anew what runs as CUDA graphs."""
+        self._compiled = {kind: f for kind, f in self._compiled.items() if not kind[1]}
+
 
 def _compile(
     dynamic: bool, graphs: bool, backend: str | Callable[..., Any], limit: int
@@ -140,13 +144,19 @@ class BlockCall:
     pickles leave out."""
 
     def __init__(
-        self, path: str, block: nn.Module, structure: Structure, mode: Callable[[], Mode]
+        self,
+        path: str,
+        block: nn.Module,
+        structure: Structure,
+        mode: Callable[[], Mode],
+        wrote: Callable[[Any], None] | None,
     ) -> None:
         self.path = path
         self.structure = structure
         self.left: str | None = None
         self._block = weakref.ref(block)
         self._mode = mode
+        self._wrote = wrote
         self._through_hooks = (
             functools.partial(self._forward, False),
             functools.partial(self._forward, True),
@@ -176,10 +186,14 @@ class BlockCall:
         kind = structure.choose(_shape(args, kwargs), graphs)
         if kind not in structure.failed:
             try:
-                return structure.compiled(kind)(block, args, kwargs)
+                output = structure.compiled(kind)(block, args, kwargs)
             except _failures() as error:
                 # Raised while compiling, before anything has run.
                 self._give_up(kind, error)
+            else:
+                if kind[1] and self._wrote is not None:
+                    self._wrote(output)
+                return output
         return type(block).forward(block, *args, **kwargs)
 
     def _give_up(self, kind: tuple[bool, bool], error: Exception) -> None:

@@ -1,12 +1,12 @@
 """What goes into a model and what comes out of it: batch sizes, losses, and FP32 outputs."""
 
-import copy
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from fp8patch.structures import map_tensors, tensors_in
 
 __all__ = ["find_loss", "to_fp32", "tokens_of"]
 
@@ -14,43 +14,8 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 def to_fp32(value: Any) -> Any:
-    """`value` with its BF16 and FP16 tensors in FP32, in a structure of the same type.
-
-    What is no tensor, dict, tuple, list or dataclass (a cache) is passed on as it is, and so is a
-    structure in which there is nothing to cast. No structure of the model's is written to.
-    """
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in _NARROW else value
-    if isinstance(value, Mapping):
-        return _changed_mapping(value)
-    if isinstance(value, tuple | list):
-        new = [to_fp32(item) for item in value]
-        if all(a is b for a, b in zip(new, value, strict=True)):
-            return value
-        if hasattr(value, "_fields"):  # a named tuple
-            return type(value)(*new)
-        return type(value)(new)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changes = {k: new for k, v in vars(value).items() if (new := to_fp32(v)) is not v}
-        if not changes:
-            return value
-        other = copy.copy(value)
-        for name, new in changes.items():
-            object.__setattr__(other, name, new)  # frozen ones too
-        return other
-    return value
-
-
-def _changed_mapping(value: Mapping[Any, Any]) -> Any:
-    changes = {k: new for k, v in value.items() if (new := to_fp32(v)) is not v}
-    if not changes:
-        return value
-    # A copy and not type(value)(...): transformers' outputs are dicts and dataclasses in one, whose
-    # keys and attributes follow each other.
-    other: Any = copy.copy(value)
-    for key, new in changes.items():
-        other[key] = new
-    return other
+    """`value` with its BF16 and FP16 tensors in FP32; else as `map_tensors`."""
+    return map_tensors(value, lambda t: t.float() if t.dtype in _NARROW else t)
 
 
 def find_loss(output: Any) -> Tensor | None:
@@ -81,7 +46,7 @@ def _is_loss(value: Any) -> bool:
 
 def tokens_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
     """How many rows the model's Linears will see for this batch: M. None where nothing tells."""
-    tensors = list(_tensors([*args, *kwargs.values()]))
+    tensors = list(tensors_in([*args, *kwargs.values()]))
     for tensor in tensors:  # token ids [B, T]
         if not tensor.is_floating_point() and tensor.dim() == 2 and tensor.dtype != torch.bool:
             return tensor.numel() or None
@@ -103,13 +68,3 @@ def _patches(model: nn.Module, images: Tensor) -> int | None:
                 count *= size // int(step)
             return count or None
     return None
-
-
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, Mapping):
-            yield from _tensors(list(value.values()))
-        elif isinstance(value, tuple | list):
-            yield from _tensors(value)

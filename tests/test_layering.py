@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "rates.py",
         "roofline.py",
         "compiler.py",
+        "structures.py",
         "steps.py",
         "train_options.py",
     ),
