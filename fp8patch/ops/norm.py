@@ -25,16 +25,15 @@ MAX_COLUMNS = 32768
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _library = torch.library.Library("fp8patch", "FRAGMENT")
-_library.define(
-    "norm(Tensor x, Tensor? weight, Tensor? bias, float eps, bool center, bool offset, "
-    "ScalarType dtype) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    "norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool center, "
-    "bool offset, bool parameters) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+
+
+def register(schema: str, function: Any, fake: Any) -> None:
+    """Make `function` an operator of that schema, on the CPU and on CUDA."""
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, function, key)
+    torch.library.register_fake(f"fp8patch::{name}", fake, lib=_library)
 
 
 @cache
@@ -191,10 +190,15 @@ def _norm_backward_fake(
     return x.new_empty(x.shape), x.new_empty(sums, x.shape[1], dtype=torch.float32)
 
 
-for _name, _function, _fake in (
-    ("norm", _norm_now, _norm_fake),
-    ("norm_backward", _norm_backward_now, _norm_backward_fake),
-):
-    _library.impl(_name, _function, "CPU")
-    _library.impl(_name, _function, "CUDA")
-    torch.library.register_fake(f"fp8patch::{_name}", _fake, lib=_library)
+register(
+    "norm(Tensor x, Tensor? weight, Tensor? bias, float eps, bool center, bool offset, "
+    "ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    _norm_now,
+    _norm_fake,
+)
+register(
+    "norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool center, "
+    "bool offset, bool parameters) -> (Tensor, Tensor)",
+    _norm_backward_now,
+    _norm_backward_fake,
+)

@@ -192,7 +192,7 @@ def norm(
         *constants.values(),
         warps,
         dtype,
-        *map(_kind, given),
+        *map(kind_of, given),
         size_class(rows),
         size_class(stride),
     )
@@ -233,7 +233,7 @@ def norm_backward(
         "BM": height,
         "BK": width,
     }
-    variant = (*constants.values(), warps, *map(_kind, given), *map(size_class, sizes))
+    variant = (*constants.values(), warps, *map(kind_of, given), *map(size_class, sizes))
     _backward(variant, blocks, (*given, mean, rstd, by_x, partial), sizes, constants, warps)
     return by_x, partial.sum(1)
 
@@ -243,5 +243,6 @@ def whole_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _kind(x: Tensor) -> tuple[torch.dtype, bool]:
+def kind_of(x: Tensor) -> tuple[torch.dtype, bool]:
+    """What the code that reads x depends on, besides its shape."""
     return x.dtype, x.data_ptr() % 16 == 0
