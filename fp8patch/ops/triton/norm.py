@@ -6,14 +6,14 @@ given; PyTorch adds up the few hundred partial sums. No atomics: the order is al
 """
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8patch.ops.triton.launch import Launcher, size_class
+from fp8patch.ops.triton.launch import Launcher, blocks_of, size_class
 
 
 class Tile(NamedTuple):
@@ -135,6 +135,12 @@ def width_of(cols: int) -> int:
 
 
 @cache
+def height_of(tile: Tile, cols: int) -> int:
+    """Rows that a tile holds."""
+    return max(tile.elements // width_of(cols), 1)
+
+
+@cache
 def forward_tile(cols: int) -> Tile:
     """Found with scripts/check_norms.py --tune on an H200."""
     width = width_of(cols)
@@ -169,35 +175,32 @@ def norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`ops.norm.norm` on the GPU; x [M, K] holds at least one element."""
     rows, cols = x.shape
-    x = whole_rows(x)
-    elements, warps, _ = tile or forward_tile(cols)
-    width = width_of(cols)
-    height = max(elements // width, 1)
-    y = torch.empty((rows, cols), dtype=dtype, device=x.device)
-    rstd = torch.empty((rows,), dtype=torch.float32, device=x.device)
-    mean = torch.empty((rows,), dtype=torch.float32, device=x.device) if center else rstd[:0]
+    x, device = whole_rows(x), x.device
+    stride = x.stride(0)
+    tile = tile or forward_tile(cols)
+    height = height_of(tile, cols)
+    y = torch.empty((rows, cols), dtype=dtype, device=device)
+    rstd = torch.empty((rows,), dtype=torch.float32, device=device)
+    mean = torch.empty((rows,), dtype=torch.float32, device=device) if center else rstd[:0]
     # What is missing is never read.
     given = x, x if weight is None else weight, x if bias is None else bias
-    stride = x.stride(0)
-    constants: dict[str, Any] = {
-        "COLS": cols,
-        "CENTER": center,
-        "OFFSET": offset,
-        "WEIGHT": weight is not None,
-        "BIAS": bias is not None,
-        "BM": height,
-        "BK": width,
-    }
+    flags = (center, offset, weight is not None, bias is not None)
     variant = (
-        *constants.values(),
-        warps,
-        dtype,
-        *map(kind_of, given),
-        size_class(rows),
-        size_class(stride),
+        cols, tile, dtype, flags, *map(kind_of, given), size_class(rows), size_class(stride)
+    )  # fmt: skip
+    _forward(
+        variant,
+        blocks_of(rows, height),
+        (*given, y, mean, rstd),
+        (rows, stride, eps),
+        lambda: {
+            "COLS": cols,
+            **dict(zip(("CENTER", "OFFSET", "WEIGHT", "BIAS"), flags, strict=True)),
+            "BM": height,
+            "BK": width_of(cols),
+        },
+        tile.warps,
     )
-    blocks = triton.cdiv(rows, height)
-    _forward(variant, blocks, (*given, y, mean, rstd), (rows, stride, eps), constants, warps)
     return y, mean, rstd
 
 
@@ -214,27 +217,29 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """`ops.norm.norm_backward` on the GPU; x [M, K] holds at least one element."""
     rows, cols = x.shape
-    x, grad = whole_rows(x), whole_rows(grad)
-    elements, warps, programs = tile or backward_tile(cols)
-    width = width_of(cols)
-    height = max(elements // width, 1)
-    blocks = min(triton.cdiv(rows, height), programs * processors(x.device))
-    by_x = torch.empty((rows, cols), dtype=x.dtype, device=x.device)
+    x, grad, device = whole_rows(x), whole_rows(grad), x.device
+    tile = tile or backward_tile(cols)
+    height = height_of(tile, cols)
+    blocks = min(blocks_of(rows, height), tile.programs * processors(device))
+    by_x = torch.empty((rows, cols), dtype=x.dtype, device=device)
     sums = (2 if center else 1) if parameters else 0
-    partial = torch.empty((sums, blocks, cols), dtype=torch.float32, device=x.device)
+    partial = torch.empty((sums, blocks, cols), dtype=torch.float32, device=device)
     given = grad, x, x if weight is None else weight
     sizes = rows, grad.stride(0), x.stride(0)
-    constants: dict[str, Any] = {
-        "COLS": cols,
-        "CENTER": center,
-        "OFFSET": offset,
-        "WEIGHT": weight is not None,
-        "PARAMETERS": parameters,
-        "BM": height,
-        "BK": width,
-    }
-    variant = (*constants.values(), warps, *map(kind_of, given), *map(size_class, sizes))
-    _backward(variant, blocks, (*given, mean, rstd, by_x, partial), sizes, constants, warps)
+    flags = (center, offset, weight is not None, parameters)
+    _backward(
+        (cols, tile, flags, *map(kind_of, given), *map(size_class, sizes)),
+        blocks,
+        (*given, mean, rstd, by_x, partial),
+        sizes,
+        lambda: {
+            "COLS": cols,
+            **dict(zip(("CENTER", "OFFSET", "WEIGHT", "PARAMETERS"), flags, strict=True)),
+            "BM": height,
+            "BK": width_of(cols),
+        },
+        tile.warps,
+    )
     return by_x, partial.sum(1)
 
 
@@ -243,6 +248,6 @@ def whole_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def kind_of(x: Tensor) -> tuple[torch.dtype, bool]:
+def kind_of(x: Tensor) -> tuple[torch.dtype, int]:
     """What the code that reads x depends on, besides its shape."""
-    return x.dtype, x.data_ptr() % 16 == 0
+    return x.dtype, x.data_ptr() % 16

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8patch import numerics
-from fp8patch.ops.triton.launch import Launcher, size_class
+from fp8patch.ops.triton.launch import Launcher, blocks_of, size_class
 from fp8patch.ops.triton.norm import kind_of, whole_rows
 from fp8patch.ops.triton.packing import ASSEMBLY
 from fp8patch.ops.triton.quantize import (
@@ -125,8 +125,8 @@ def _kernel(
     x, weight, bias, y, mean, rstd, x_fp8, x_fp8_t, scale, scale_inv, amax, counts,
     rows, height, stride, eps,
     COLS: tl.constexpr, WIDTH: tl.constexpr, CENTER: tl.constexpr, OFFSET: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, CLIPS: tl.constexpr,
-    FLUSHES_TO: tl.constexpr, OBSERVE: tl.constexpr, TRANSPOSE: tl.constexpr, EVEN: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, OBSERVE: tl.constexpr, TRANSPOSE: tl.constexpr,
+    EVEN: tl.constexpr, LARGEST: tl.constexpr, CLIPS: tl.constexpr, FLUSHES_TO: tl.constexpr,
     PTX: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -192,37 +192,42 @@ def norm_quantize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`ops.norm_quantize.norm_quantize` on the GPU; x [M, K] holds at least one element."""
     rows, cols = x.shape
-    x = whole_rows(x)
-    bm, bk, warps = tile or tile_of(cols)
-    height, width = -(-rows // 16) * 16, -(-cols // 16) * 16
-    device, fp8 = x.device, numerics.E4M3
+    x, device, fp8 = whole_rows(x), x.device, numerics.E4M3
+    tile = tile or tile_of(cols)
+    height, width = (rows + 15) // 16 * 16, (cols + 15) // 16 * 16
     y = torch.empty((rows, cols), dtype=dtype, device=device)
     rstd = torch.empty((rows,), dtype=torch.float32, device=device)
     mean = torch.empty((rows,), dtype=torch.float32, device=device) if center else rstd[:0]
     x_fp8 = torch.empty((rows, width), dtype=fp8, device=device)
     x_fp8_t = torch.empty((width, height) if transpose else (0, 0), dtype=fp8, device=device)
     scale_inv = torch.empty((), dtype=torch.float32, device=device)
-    # The transpose has padded rows of its own to fill with zeros.
-    blocks = triton.cdiv(height if transpose else rows, bm)
+    # What is missing is never read.
     given = x, x if weight is None else weight, x if bias is None else bias
-    constants: dict[str, Any] = {
+    sizes = rows, height, x.stride(0)
+    even = rows % tile.rows == 0 and cols % tile.columns == 0
+    flags = (center, offset, weight is not None, bias is not None, observe, transpose, even)
+    _launch(
+        (cols, tile, dtype, flags, *map(kind_of, given), *map(size_class, sizes)),
+        # The transpose has padded rows of its own to fill with zeros.
+        blocks_of(height if transpose else rows, tile.rows),
+        (*given, y, mean, rstd, x_fp8, x_fp8_t, scale, scale_inv, amax, counts),
+        (*sizes, eps),
+        lambda: _constants(cols, width, flags, tile, x.is_cuda),
+        tile.warps,
+    )
+    return y, mean, rstd, x_fp8, x_fp8_t, scale_inv
+
+
+def _constants(
+    cols: int, width: int, flags: tuple[bool, ...], tile: Tile, on_gpu: bool
+) -> dict[str, Any]:
+    names = ("CENTER", "OFFSET", "WEIGHT", "BIAS", "OBSERVE", "TRANSPOSE", "EVEN")
+    return {
         "COLS": cols,
         "WIDTH": width,
-        "CENTER": center,
-        "OFFSET": offset,
-        "WEIGHT": weight is not None,
-        "BIAS": bias is not None,
-        **CONSTANTS[fp8],
-        "OBSERVE": observe,
-        "TRANSPOSE": transpose,
-        "EVEN": rows % bm == 0 and cols % bk == 0,
-        "PTX": ASSEMBLY[fp8] if x.is_cuda else "",
-        "BM": bm,
-        "BK": bk,
+        **dict(zip(names, flags, strict=True)),
+        **CONSTANTS[numerics.E4M3],
+        "PTX": ASSEMBLY[numerics.E4M3] if on_gpu else "",
+        "BM": tile.rows,
+        "BK": tile.columns,
     }
-    sizes = rows, height, x.stride(0)
-    flags = center, offset, weight is None, bias is None, observe, transpose, constants["EVEN"]
-    variant = (cols, bm, bk, warps, dtype, flags, *map(kind_of, given), *map(size_class, sizes))
-    tensors = (*given, y, mean, rstd, x_fp8, x_fp8_t, scale, scale_inv, amax, counts)
-    _launch(variant, blocks, tensors, (*sizes, eps), constants, warps)
-    return y, mean, rstd, x_fp8, x_fp8_t, scale_inv
