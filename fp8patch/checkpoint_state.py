@@ -26,6 +26,7 @@ from fp8patch.errors import CheckpointError
 from fp8patch.modules.base import Float8Module
 from fp8patch.plan import Plan
 from fp8patch.plan_types import NORM_KINDS
+from fp8patch.recipe import Recipe
 from fp8patch.scaling import Bank
 from fp8patch.slots import WEIGHT
 
@@ -214,7 +215,7 @@ def restore(converted: Converted, sidecar: Sidecar) -> None:
                 sidecar, f"it says {decision.path!r} is a {decision.kind}, and it is a {kind}"
             )
     _check_shapes(gemms, sidecar)
-    if unlike := [n for n in _SCALE_FIELDS if getattr(plan.recipe, n) != getattr(bank.recipe, n)]:
+    if unlike := _unlike(plan.recipe, bank.recipe):
         messages.note(
             f"{sidecar.path}: not restored: it was saved with {_values(plan.recipe, unlike)}, and "
             f"the model is converted with {_values(bank.recipe, unlike)}. Scales start anew."
@@ -226,9 +227,13 @@ def restore(converted: Converted, sidecar: Sidecar) -> None:
             f"{len(bank.paths)}: those in both are restored."
         )
     changed = _changed(gemms, sidecar)
-    ours = set(bank.paths)
+    ours = set(bank.paths) - _overridden_otherwise(plan, bank, sidecar)
     meta, siblings = sidecar.bank, sidecar.bank.siblings
-    bank.siblings = {p: leader for p, leader in siblings.items() if {p, leader} <= ours}
+    bank.siblings = {
+        path: leader
+        for path, leader in siblings.items()
+        if {path, leader} <= ours and bank.can_share(path, leader)
+    }
     bank.low_precision_norms = set(meta.low_precision_norms) & set(bank.norms)
     bank.observation = None
     bank.observed = meta.observed
@@ -267,6 +272,23 @@ def stored_plan(sidecar: Sidecar) -> Plan:
             f"{sidecar.path}: corrupt, or written by a fp8patch that knew more (it was "
             f"{sidecar.version}): {messages.one_line(error)}."
         ) from None
+
+
+def _overridden_otherwise(plan: Plan, bank: Bank, sidecar: Sidecar) -> set[str]:
+    """The layers whose scales mean something else than when they were saved; said in one line."""
+    saved = [d for d in plan.converted() if d.path in bank.paths]
+    unlike = {d.path for d in saved if _unlike(plan.recipe_of(d), bank.recipe_of(d.path))}
+    if unlike:
+        messages.note(
+            f"{sidecar.path}: {len(unlike)} layers had other overrides ({min(unlike)}, for one). "
+            "Their scales start anew."
+        )
+    return unlike
+
+
+def _unlike(saved: Recipe, live: Recipe) -> list[str]:
+    """The fields in which scales of the two mean different things."""
+    return [name for name in _SCALE_FIELDS if getattr(saved, name) != getattr(live, name)]
 
 
 def _check_shapes(gemms: dict[str, Any], sidecar: Sidecar) -> None:

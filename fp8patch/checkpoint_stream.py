@@ -114,7 +114,7 @@ def _add_sidecar(
 ) -> ConvertedDirectory:
     """Write the sidecar of the plain checkpoint in `work`, with the scales of its weights."""
     gemms = _gemms(plan)
-    scan = scan_weights(model, gemms, plan.recipe, open_tensors(work), progress)
+    scan = scan_weights(model, gemms, plan.recipe_of, open_tensors(work), progress)
     _report(scan, len(gemms))
     write_sidecar(work, plan.to_dict(), BankMeta(), scan.states, scan.fingerprints)
     scaled = tuple(path for path, _ in scan.states)

@@ -1,6 +1,6 @@
 """Scales of weights that are on disk: what the module would find out on its first use."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,13 +40,14 @@ class WeightScan:
 def scan_weights(
     model: nn.Module,
     decisions: Sequence[Decision],
-    recipe: Recipe,
+    recipe_of: Callable[[Decision], Recipe],
     stored: StoredTensors,
     progress: Progress | None = None,
 ) -> WeightScan:
     """Read the weight of every module in `decisions` once, a piece at a time.
 
-    `model` may be on the meta device: only names and shapes are taken from it.
+    `model` may be on the meta device: only names and shapes are taken from it. `recipe_of` is that
+    of the plan.
 
     Raises:
         CheckpointError: A file cannot be read, or a tensor has another shape than in `model`.
@@ -67,7 +68,7 @@ def scan_weights(
         else:
             _check_shape(key, shapes[key], weight)
             amax = _amax(key, stored)
-            state = weight_state(amax, recipe)
+            state = weight_state(amax, recipe_of(decision))
             scan.fingerprints[path] = stored.fingerprint(key)
             if state is not None:
                 scan.states[(path, WEIGHT)] = state

@@ -73,7 +73,8 @@ def convert_model(
     if not gemms and not allow_empty:
         raise ConversionError(nothing_to_convert(plan))
     norms = [d.path for d in decisions if d.kind in NORM_KINDS]
-    bank = Bank(plan.recipe, [d.path for d in gemms], norms)
+    layers = {d.path: plan.recipe_of(d) for d in gemms if d.overrides}
+    bank = Bank(plan.recipe, [d.path for d in gemms], norms, layers)
     # All found before one is changed: a plan for another model leaves this one as it is.
     modules = [_submodule(model, decision) for decision in decisions]
     probe = NormProbe()

@@ -96,12 +96,14 @@ def _update(device: str) -> list[str]:
     cursor = torch.tensor([3, 16, 37, 0, 5])
     pending = torch.tensor([0.5, 3e-39, 2.0, 0.25, torch.nan])
     scale, limit = torch.ones(5), torch.full((5,), FP8_MAX[E4M3])
+    lengths = torch.tensor([16, 16, 4, 16, 1])
     wrong = []
-    for algo in ("max", "most_recent"):
+    for algo, length in (("max", None), ("most_recent", None), ("max", lengths)):
         results = []
         for update, where in ((numerics.delayed_update, "cpu"), (delayed_update, device)):
             h, c, p, s = (x.to(where, copy=True) for x in (history, cursor, pending, scale))
-            update(h, c, p, s, limit.to(where), algo)
+            mixed = None if length is None else length.to(where)
+            update(h, c, p, s, limit.to(where), algo, mixed)
             results.append((h, c, p, s))
         names = tuple(f"{name} ({algo})" for name in ("history", "cursor", "pending", "scale"))
         wrong += _differ(names, results[1], results[0])

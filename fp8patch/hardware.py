@@ -15,7 +15,15 @@ from fp8patch.errors import HardwareError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Backend", "Hardware", "ResolvedBackend", "classify", "detect", "resolve_backend"]
+__all__ = [
+    "Backend",
+    "Hardware",
+    "ResolvedBackend",
+    "classify",
+    "detect",
+    "least_capability",
+    "resolve_backend",
+]
 
 Backend = Literal["auto", "fp8", "emulate", "bf16", "off"]
 ResolvedBackend = Literal["fp8", "emulate", "bf16", "off"]
@@ -101,6 +109,11 @@ def classify(
         rowwise=rowwise,
         reason=reason,
     )
+
+
+def least_capability(*, rowwise: bool) -> tuple[int, int]:
+    """The oldest compute capability whose FP8 GEMMs take one scale a row, or one a tensor."""
+    return _ROWWISE_CAPABILITY if rowwise else _FP8_CAPABILITY
 
 
 def resolve_backend(

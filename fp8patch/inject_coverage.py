@@ -134,7 +134,7 @@ class Coverage:
             dtype = _short(own if on else module_dtype(module, input))
             messages.note(f"{entry.path}: {shape}: all GEMMs in {dtype}: {entry.reason}")
             return
-        grads = "E5M2" if module._fp8_bank.recipe.fp8_format == "hybrid" else "E4M3"
+        grads = "E5M2" if module._fp8_recipe.fp8_format == "hybrid" else "E4M3"
         formats = {
             "fprop": "E4M3 x E4M3, fast accumulation",
             "dgrad": f"{grads} x E4M3",
@@ -186,13 +186,13 @@ def _saw(module: Any, args: Any, kwargs: Any, output: Any) -> None:
 def _ran(module: Any, input: Tensor) -> dict[str, bool]:
     """Which GEMMs of the call that has just returned are in FP8: the module's own rule, again."""
     from fp8patch import regions
-    from fp8patch.modules.obstacles import find_obstacle
+    from fp8patch.modules.obstacles import find_obstacle, precision_of
 
     region = regions.active()
     none = {"fprop": False, "dgrad": False, "wgrad": False}
     if region is None or region.execution == "observe":
         return none
-    precision = region.recipe or module._fp8_bank.recipe
+    precision = precision_of(module, region)
     try:
         if find_obstacle(module, input, region, precision) is not None:
             return none

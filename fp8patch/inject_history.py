@@ -23,6 +23,7 @@ from torch import Tensor
 from fp8patch import messages
 from fp8patch.numerics import FLUSHED, NON_FINITE, SATURATED, SEEN
 from fp8patch.readback import Readback
+from fp8patch.recipe import Recipe
 from fp8patch.scaling import Bank
 from fp8patch.slots import INPUT, ROLES, grad_is_e5m2, limit
 
@@ -185,6 +186,7 @@ class History:
         bank = self._bank
         slots = []
         for index, path in enumerate(bank.paths):
+            recipe = bank.recipe_of(path)
             for role, name in enumerate(ROLES):
                 columns = [point.values[len(ROLES) * index + role] for point in self._points]
                 shared = role == INPUT and path in bank.siblings
@@ -194,9 +196,9 @@ class History:
                     {
                         "path": path,
                         "role": name,
-                        "scaling": bank.recipe.scaling,
-                        "format": _format(bank, role),
-                        "limit": limit(bank.recipe, role),
+                        "scaling": recipe.scaling,
+                        "format": _format(recipe, role),
+                        "limit": limit(recipe, role),
                         "amax": [_short(column[_AMAX]) for column in columns],
                         "scale": [_short(column[_SCALE]) for column in columns],
                         **{
@@ -234,8 +236,8 @@ def _merged(first: _Point, second: _Point) -> _Point:
     return _Point(second.step, min(first.ranks, second.ranks), values)
 
 
-def _format(bank: Bank, role: int) -> str:
-    wide = ROLES[role] == "grad_output" and grad_is_e5m2(bank.recipe)
+def _format(recipe: Recipe, role: int) -> str:
+    wide = ROLES[role] == "grad_output" and grad_is_e5m2(recipe)
     return "e5m2" if wide else "e4m3"
 
 

@@ -141,24 +141,31 @@ def quantize_mxfp8(x: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor
 
 
 def delayed_update(
-    history: Tensor, cursor: Tensor, pending: Tensor, scale: Tensor, limit: Tensor, algo: str
+    history: Tensor,
+    cursor: Tensor,
+    pending: Tensor,
+    scale: Tensor,
+    limit: Tensor,
+    algo: str,
+    length: Tensor | None = None,
 ) -> None:
     """Roll every pending amax into its history and set the scales of the next step, in place.
 
     Args:
         history: FP32 [S, L], a ring a slot. Zeros where nothing was written yet.
-        cursor: int64 [S], how many amax were ever written; the next goes to `cursor % L`.
+        cursor: int64 [S], how many amax were ever written; the next goes to `cursor % length`.
         pending: FP32 [S], the amax observed since the last update; zeroed here.
         scale: FP32 [S]; 0 stands for "never set".
         limit: FP32 [S], the largest FP8 value of the slot times 2^-margin.
         algo: "max" of the history, or "most_recent".
+        length: int64 [S], how much of its row each ring takes up; None is L for all.
 
     A slot that saw nothing (pending 0) or something non-finite is left as it is: neither rolled nor
     rescaled, so one bad step can't poison a window of a thousand. The formula is Transformer
     Engine's (`limit / amax`, no rounding to a power of two, overflow to the largest FP32).
     """
     good = torch.isfinite(pending) & (pending > 0)
-    place = (cursor % history.shape[1]).unsqueeze(1)
+    place = (cursor % (history.shape[1] if length is None else length)).unsqueeze(1)
     old = history.gather(1, place)
     history.scatter_(1, place, torch.where(good.unsqueeze(1), pending.unsqueeze(1), old))
     cursor.add_(good.to(cursor.dtype))

@@ -11,7 +11,7 @@ and watched:
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -85,6 +85,18 @@ class Observation:
     def siblings(self) -> dict[str, str]:
         """{path: path of the sibling whose input slot it shares}; a leader is never a key."""
         return {path: leader for path, leader in self._siblings.items() if path != leader}
+
+    def never_ran(self, paths: Sequence[str]) -> str:
+        """What to say of those of `paths` that were not called; empty if all were."""
+        idle = [path for path in paths if path not in self.calls]
+        if not idle:
+            return ""
+        shown = ", ".join(idle[:5]) + (", …" if len(idle) > 5 else "")
+        return (
+            f"{len(idle)} of {len(paths)} converted modules never ran in the first training step, "
+            f"so they are not in FP8: {shown}. The model reads their weights directly, or did not "
+            "need them for this batch."
+        )
 
     def norms_feeding_gemms_only(self) -> set[str]:
         """Norms that were read, and by nothing but GEMMs."""

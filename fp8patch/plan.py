@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fp8patch.errors import PlanError
+from fp8patch.plan_overrides import LayerRecipes
 from fp8patch.plan_patterns import Selection, check_patterns
 from fp8patch.plan_rules import Verdict, decide, gather_facts, padded
 from fp8patch.plan_types import CODES, NORM_KINDS, Decision, Group, Plan
@@ -93,13 +94,16 @@ def plan_model(
     check_patterns(selection, candidate_paths, _others(places, candidate_paths))
     facts = gather_facts(places, candidates)
     shares = _Shares(model, places, candidates, tokens)
+    layers = LayerRecipes(recipe, selection, candidates)
     decisions = []
     for candidate in candidates:
+        patterns, layer = layers.of(candidate)
         verdict = decide(candidate, facts, selection, recipe, meta=meta)
-        gain = _gain(candidate, verdict, tokens, figures, recipe)
+        verdict = layers.refine(verdict, patterns, layer)
+        gain = _gain(candidate, verdict, tokens, figures, layer)
         if gain is not None and gain < min_gain and not selection.includes(candidate.paths):
             verdict = _slower(verdict, gain, tokens, min_gain)
-        decisions.append(shares.decision(candidate, verdict, gain))
+        decisions.append(shares.decision(candidate, verdict, gain, patterns))
     return Plan(
         recipe=recipe,
         decisions=tuple(decisions),
@@ -118,6 +122,7 @@ def _selection(
         only=_patterns("only", only),
         skip=(*recipe.skip, *_patterns("skip", skip)),
         include=(*recipe.include, *_patterns("include", include)),
+        override=tuple(override.pattern for override in recipe.overrides),
     )
 
 
@@ -179,7 +184,13 @@ class _Shares:
         }
         self._all_flops = sum(self._flops.values())
 
-    def decision(self, candidate: Candidate, verdict: Verdict, gain: float | None) -> Decision:
+    def decision(
+        self,
+        candidate: Candidate,
+        verdict: Verdict,
+        gain: float | None,
+        overrides: tuple[str, ...],
+    ) -> Decision:
         fresh = [p for p in candidate.parameters if id(p) not in self._counted]
         self._counted.update(id(p) for p in fresh)
         own = sum(_numel(p) for p in fresh)
@@ -196,6 +207,7 @@ class _Shares:
             param_share=own / self.total if self.total else 0.0,
             gain=gain,
             class_name=candidate.stock.__name__,
+            overrides=overrides,
         )
 
 

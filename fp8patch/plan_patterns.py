@@ -39,11 +39,19 @@ def matches(pattern: str, paths: Iterable[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The user's patterns: `only` restricts, `skip` adds skips, `include` lifts default skips."""
+    """The user's patterns: `only` restricts, `skip` adds skips, `include` lifts default skips.
+
+    `override` are those of the recipe's overrides, which change how a layer computes.
+    """
 
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
+    override: tuple[str, ...] = ()
+
+    def overridden_by(self, paths: Iterable[str]) -> tuple[str, ...]:
+        """The recipe's overrides that choose these paths, in the recipe's order."""
+        return tuple(pattern for pattern in self.override if matches(pattern, paths))
 
     def skipped_by(self, paths: Iterable[str]) -> str | None:
         """The first `skip` pattern that chooses these paths."""
@@ -73,7 +81,7 @@ def check_patterns(
         PlanError: Naming the pattern and the nearest names.
     """
     known = list(candidates)
-    for option in ("only", "skip", "include"):
+    for option in ("only", "skip", "include", "override"):
         for pattern in getattr(selection, option):
             if any(matches(pattern, paths) for paths in known):
                 continue

@@ -5,7 +5,6 @@ N is out_features, K in_features, M the tokens of one forward.
 """
 
 import dataclasses
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_args
 
 from fp8patch.errors import PlanError
+from fp8patch.plan_values import real, shown, typed, whole
 from fp8patch.recipe import Recipe
 
 __all__ = ["CODES", "GEMM_KINDS", "NORM_KINDS", "Action", "Decision", "Group", "Kind", "Plan"]
@@ -68,6 +68,7 @@ class Decision:
         flops_share: Part of the model's static GEMM FLOPs; 0 for a norm.
         gain: Predicted BF16 time over FP8 time of its three GEMMs; None where nothing is predicted.
         class_name: The stock class, also for a module that is converted already.
+        overrides: Patterns of the recipe's overrides that choose it, in the recipe's order.
     """
 
     path: str
@@ -82,6 +83,7 @@ class Decision:
     param_share: float
     gain: float | None
     class_name: str
+    overrides: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.path or '(root)'}: {self.reason}"
@@ -91,7 +93,7 @@ class Decision:
 class Group:
     """Decisions that differ only in numbers of their path: `layers.*.mlp.up_proj`, 32 of them.
 
-    `first` stands for all of them: kind, action, code, shape and class are equal.
+    `first` stands for all of them: kind, action, code, shape, class and overrides are equal.
     """
 
     path: str
@@ -125,6 +127,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         self._index.update((decision.path, decision) for decision in self.decisions)
+
+    def recipe_of(self, decision: Decision) -> Recipe:
+        """The recipe of one layer: the plan's, as the overrides that choose it change it."""
+        return self.recipe.for_layer(decision.overrides)
 
     def converted(self) -> list[Decision]:
         """The decisions that `convert` applies."""
@@ -172,7 +178,7 @@ class Plan:
             "gpu": self.gpu,
             "min_gain": self.min_gain,
             "recipe": self.recipe.to_dict(),
-            "decisions": [dataclasses.asdict(decision) for decision in self.decisions],
+            "decisions": [_decision_to_dict(decision) for decision in self.decisions],
         }
 
     @classmethod
@@ -186,12 +192,12 @@ class Plan:
         try:
             plan = cls(
                 recipe=Recipe.from_dict(values["recipe"]),
-                decisions=tuple(map(_decision, _typed(values, "decisions", list))),
-                tokens=_count(values, "tokens", 1),
-                gpu=None if values["gpu"] is None else _typed(values, "gpu", str),
-                model=_typed(values, "model", str),
-                params=_count(values, "params"),
-                min_gain=_number(values, "min_gain"),
+                decisions=tuple(map(_decision, typed(values, "decisions", list))),
+                tokens=whole(values, "tokens", 1),
+                gpu=None if values["gpu"] is None else typed(values, "gpu", str),
+                model=typed(values, "model", str),
+                params=whole(values, "params"),
+                min_gain=real(values, "min_gain"),
             )
         except KeyError as error:
             raise PlanError(
@@ -204,59 +210,51 @@ class Plan:
             raise PlanError(
                 f"not a plan: it has {times} decisions on {path!r}. Plan.to_dict() writes one each."
             )
+        known = {override.pattern for override in plan.recipe.overrides}
+        for decision in plan.decisions:
+            for pattern in set(decision.overrides) - known:
+                raise PlanError(
+                    f"not a plan: {decision.path!r:.200} has an override {pattern!r:.60}, which "
+                    "its recipe does not have. Plan.to_dict() writes both."
+                )
+            plan.recipe_of(decision)  # A RecipeError where they make no sense together.
         return plan
 
 
-def _typed(values: Mapping[str, Any], name: str, kind: type) -> Any:
-    value = values[name]
-    # bool is an int, and true is no number of anything.
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise ValueError(f"{name} is {_shown(value)}, not of type {kind.__name__}")
-    return value
-
-
-def _count(values: Mapping[str, Any], name: str, least: int = 0) -> int:
-    number: int = _typed(values, name, int)
-    if not least <= number < 2**63:
-        raise ValueError(f"{name} is {_shown(number)}, not a number from {least} to 2^63")
-    return number
-
-
-def _number(values: Mapping[str, Any], name: str) -> float:
-    value = values[name]
-    if isinstance(value, int) and not isinstance(value, bool) and value < 2**63:
-        value = float(value)
-    if not isinstance(value, float) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{name} is {_shown(value)}, not a number of at least 0")
-    return value
-
-
-def _shown(value: Any) -> str:
-    try:
-        return f"{value!r:.60}"
-    except ValueError:  # an integer of more digits than Python writes
-        return "a huge number"
+def _decision_to_dict(decision: Decision) -> dict[str, Any]:
+    values = dataclasses.asdict(decision)
+    patterns = values.pop("overrides")
+    # Most have none, and a plan has thousands of decisions.
+    return {**values, "overrides": list(patterns)} if patterns else values
 
 
 def _decision(values: Any) -> Decision:
     if not isinstance(values, Mapping):
-        raise ValueError(f"a decision is {_shown(values)}, not an object")
+        raise ValueError(f"a decision is {shown(values)}, not an object")
     known = [item.name for item in dataclasses.fields(Decision)]
     strange = [name for name in values if name not in known]
     if strange:
         raise ValueError(f"a decision has no {strange[0]!r:.60}")
     try:
         fields: dict[str, Any] = {
-            **{name: _typed(values, name, str) for name in _TEXTS},
-            **{name: _count(values, name) for name in ("out_features", "in_features", "params")},
-            **{name: _number(values, name) for name in ("flops_share", "param_share")},
-            "gain": None if values["gain"] is None else _number(values, "gain"),
+            **{name: typed(values, name, str) for name in _TEXTS},
+            **{name: whole(values, name) for name in ("out_features", "in_features", "params")},
+            **{name: real(values, name) for name in ("flops_share", "param_share")},
+            "gain": None if values["gain"] is None else real(values, "gain"),
+            "overrides": _overrides(values),
         }
         decision = Decision(**fields)
         _check_choices(decision)
     except ValueError as error:
         raise ValueError(f"{values.get('path')!r:.200}: {error}") from None
     return decision
+
+
+def _overrides(values: Mapping[str, Any]) -> tuple[str, ...]:
+    patterns = values.get("overrides", [])
+    if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns):
+        raise ValueError(f"overrides is {shown(patterns)}, not a list of patterns")
+    return tuple(patterns)
 
 
 _TEXTS = ("path", "kind", "action", "code", "reason", "class_name")
@@ -289,7 +287,8 @@ def _group(decisions: tuple[Decision, ...]) -> list[Group]:
         places = seen.setdefault(generic, [set() for _ in numbers])
         for place, number in zip(places, numbers, strict=True):
             place.add(number)
-        key = (generic, d.kind, d.action, d.code, d.out_features, d.in_features, d.class_name)
+        size = d.out_features, d.in_features
+        key = (generic, d.kind, d.action, d.code, *size, d.class_name, d.overrides)
         members.setdefault(key, []).append(d)
     return [
         Group(

@@ -5,46 +5,31 @@ their single source; a file may start from one of them with `base:` and override
 """
 
 import dataclasses
-import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from fp8patch.errors import RecipeError
+from fp8patch.recipe_fields import (
+    DELAYED_DEFAULTS,
+    check_history,
+    check_value,
+    nearest,
+    plain,
+    shown,
+)
+from fp8patch.recipe_overrides import PRECISIONS, Override, applied, read_overrides
 from fp8patch.recipe_yaml import read_yaml
 
 __all__ = ["Precision", "Recipe", "builtin_names", "describe"]
 
 Precision = Literal["fp8", "bf16"]
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "scaling": ("delayed", "current", "rowwise"),
-    "fp8_format": ("hybrid", "e4m3"),
-    "amax_compute_algo": ("max", "most_recent"),
-    "fprop": ("fp8", "bf16"),
-    "dgrad": ("fp8", "bf16"),
-    "wgrad": ("fp8", "bf16"),
-    "misaligned": ("skip", "pad"),
-    "norm_output": ("auto", "bf16", "fp32"),
-}
-_INTEGERS: dict[str, tuple[int, int]] = {
-    "amax_history_len": (1, 65536),
-    # 2^-margin has to leave something of E4M3's 18 binades.
-    "margin": (0, 16),
-}
-_PATTERNS = ("skip", "include")
-# Fields that only the history reads. The other scalings take the live amax, which needs no room
-# for growth: a value there would be ignored, and nothing is ignored without a word.
-_DELAYED_ONLY = ("amax_history_len", "amax_compute_algo", "margin")
 # Keys of a file that are not fields.
 _FILE_KEYS = ("base", "description")
-# Characters of a wrong value that a message repeats.
-_MOST_SHOWN = 80
-# No float has as many digits, and no layer gains as much.
-_HUGE = 1e300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +50,8 @@ class Recipe:
         misaligned: What to do when a feature count is not a multiple of 16.
         min_gain: Skip layers predicted to gain less; None leaves it to the caller.
         norm_output: Precision of a converted norm's output under autocast.
+        overrides: Other values for single layers (recipe_overrides.py); given as a mapping
+            {pattern: {field: value}}.
 
     Raises:
         RecipeError: A value of the wrong type, out of range, or without a meaning here.
@@ -84,16 +71,18 @@ class Recipe:
     misaligned: Literal["skip", "pad"] = "skip"
     min_gain: float | None = None
     norm_output: Literal["auto", "bf16", "fp32"] = "auto"
+    overrides: tuple[Override, ...] = ()
 
     def __post_init__(self) -> None:
-        for field, default in _DEFAULTS.items():
-            value = getattr(self, field)
-            _check_value(field, value)
-            if field in _DELAYED_ONLY and self.scaling != "delayed" and value != default:
-                raise RecipeError(
-                    f"{field}: {_shown(value)} has no meaning with scaling: {self.scaling}, which "
-                    f"keeps no amax history. Remove it, or use scaling: delayed."
-                )
+        values = {field: getattr(self, field) for field in _DEFAULTS}
+        for field, value in values.items():
+            if field != "overrides":
+                check_value(field, value)
+        check_history(values)
+        # Frozen for everybody else.
+        object.__setattr__(self, "overrides", read_overrides(self.overrides))
+        for override in self.overrides:
+            applied(values, (override,))
 
     @classmethod
     def load(cls, source: "str | Path | Recipe | None" = None) -> "Recipe":
@@ -117,7 +106,7 @@ class Recipe:
         looks_like_file = isinstance(source, Path) or path.suffix != "" or "/" in str(source)
         if not looks_like_file and not os.path.isfile(path):
             raise RecipeError(
-                f"no recipe is named {_shown(source)}.{_nearest(source, builtin_names())} "
+                f"no recipe is named {shown(source)}.{nearest(source, builtin_names())} "
                 f"Built in: {', '.join(builtin_names())}; or give the path of a YAML file."
             )
         return _load_file(path)
@@ -134,14 +123,15 @@ class Recipe:
         for key in values:
             if key not in _DEFAULTS:
                 raise RecipeError(
-                    f"unknown recipe field {_shown(key)}.{_nearest(key, list(_DEFAULTS))} "
+                    f"unknown recipe field {shown(key)}.{nearest(key, list(_DEFAULTS))} "
                     f"Allowed: {', '.join(_DEFAULTS)}."
                 )
-        return cls(**{key: _plain(key, value) for key, value in values.items()})
+        return cls(**{key: plain(key, value) for key, value in values.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, as JSON and YAML hold them; `Recipe.from_dict` gives an equal recipe back."""
         values = {field: getattr(self, field) for field in _DEFAULTS}
+        values["overrides"] = {each.pattern: dict(each.changes) for each in self.overrides}
         return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
 
     def replace(self, **changes: Any) -> "Recipe":
@@ -152,8 +142,31 @@ class Recipe:
         """
         return type(self).from_dict({**self.to_dict(), **changes})
 
+    def for_layer(self, patterns: Collection[str]) -> "Recipe":
+        """The recipe of one layer: this one as the overrides with these `patterns` change it.
+
+        It has no overrides of its own.
+
+        Raises:
+            RecipeError: Two of them together make no sense.
+        """
+        return _for_layer(self, tuple(patterns)) if self.overrides else self
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether any of the three GEMMs runs in FP8."""
+        return any(getattr(self, gemm) == "fp8" for gemm in PRECISIONS)
+
 
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Recipe)}
+
+
+# One object for equal arguments: what compiles layers tells their recipes apart by it.
+@cache
+def _for_layer(recipe: Recipe, patterns: tuple[str, ...]) -> Recipe:
+    chosen = tuple(each for each in recipe.overrides if each.pattern in patterns)
+    values = {field: getattr(recipe, field) for field in _DEFAULTS}
+    return Recipe(**{**applied(values, chosen), "overrides": ()})
 
 
 @cache
@@ -202,12 +215,12 @@ def _load_file(path: Path) -> Recipe:
             fields = _load_builtin(base).to_dict()
         else:
             raise RecipeError(
-                f"base: {_shown(base)} is not a built-in recipe to start from."
-                f"{_nearest(base, builtin_names())} Allowed: {', '.join(builtin_names())}."
+                f"base: {shown(base)} is not a built-in recipe to start from."
+                f"{nearest(base, builtin_names())} Allowed: {', '.join(builtin_names())}."
             )
         if values.get("scaling", "delayed") != "delayed":
             # What the base says about its history does not survive a change of scaling.
-            fields.update({field: _DEFAULTS[field] for field in _DELAYED_ONLY})
+            fields.update(DELAYED_DEFAULTS)
         return Recipe.from_dict({**fields, "name": path.stem, **values})
     except RecipeError as error:
         raise RecipeError(f"{path}: {error}") from None
@@ -229,67 +242,7 @@ def _read(path: Path) -> dict[str, Any]:
     if unknown:
         allowed = [*_FILE_KEYS, *_DEFAULTS]
         raise RecipeError(
-            f"{path}: unknown recipe field {_shown(unknown[0])}.{_nearest(unknown[0], allowed)} "
+            f"{path}: unknown recipe field {shown(unknown[0])}.{nearest(unknown[0], allowed)} "
             f"Allowed: {', '.join(allowed)}."
         )
     return values
-
-
-def _plain(field: str, value: Any) -> Any:
-    """A JSON or YAML value as the dataclass holds it."""
-    if field in _PATTERNS and isinstance(value, list):
-        return tuple(value)
-    if field == "min_gain" and isinstance(value, int) and not isinstance(value, bool):
-        return float(value) if abs(value) < _HUGE else value
-    return value
-
-
-def _check_value(field: str, value: Any) -> None:
-    """Raise unless `value` is one that `field` may have, whatever the other fields say."""
-    if field in _CHOICES:
-        choices = _CHOICES[field]
-        if not isinstance(value, str) or value not in choices:
-            hint = _nearest(value.lower() if isinstance(value, str) else value, choices)
-            raise RecipeError(f"{field}: {_shown(value)} is not allowed.{hint} Use {_or(choices)}.")
-    elif field in _INTEGERS:
-        low, high = _INTEGERS[field]
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise RecipeError(
-                f"{field}: {_shown(value)} is not allowed. Use a whole number from {low} to {high}."
-            )
-    elif field in _PATTERNS:
-        if not isinstance(value, tuple) or not all(isinstance(p, str) and p for p in value):
-            raise RecipeError(
-                f"{field}: {_shown(value)} is not allowed. Use a list of glob patterns over module "
-                f'paths, such as ["*.gate"].'
-            )
-    elif field == "min_gain":
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and 0 <= value < _HUGE):
-            raise RecipeError(
-                f"min_gain: {_shown(value)} is not allowed. Use a number of at least 0 (1.0 skips "
-                f"what would get slower), or null."
-            )
-    elif not isinstance(value, str) or not value.strip():
-        raise RecipeError(f"{field}: {_shown(value)} is not allowed. Use a non-empty text.")
-
-
-def _shown(value: Any) -> str:
-    """`value` as a message names it: cut where it is long."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # more digits, or more levels, than Python writes
-        return f"a huge {type(value).__name__}"
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
-
-
-def _nearest(word: Any, choices: "list[str] | tuple[str, ...]") -> str:
-    """' Did you mean X?' for the choice most like `word`, or '' when none is close."""
-    if not isinstance(word, str):
-        return ""
-    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
-
-
-def _or(choices: tuple[str, ...]) -> str:
-    return f"{', '.join(choices[:-1])} or {choices[-1]}"

@@ -35,7 +35,15 @@ from fp8patch.errors import PlanError
 from fp8patch.rates import Rates, from_data_sheet, measured
 from fp8patch.recipe import Precision, Recipe
 
-__all__ = ["GPUS", "Gpu", "linear_seconds", "predict_gain", "rates_of", "resolve_gpu"]
+__all__ = [
+    "GPUS",
+    "Gpu",
+    "linear_seconds",
+    "predict_gain",
+    "rates_of",
+    "reads_of_a_cast",
+    "resolve_gpu",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +195,12 @@ def rates_of(gpu: Gpu) -> Rates:
     if table is not None:
         return table
     return from_data_sheet(gpu.bf16_tflops, gpu.fp8_tflops, gpu.memory_tbps)
+
+
+def reads_of_a_cast(recipe: Recipe) -> int:
+    """How often an activation is read to be cast for all the FP8 GEMMs that want it."""
+    fprop, wgrad = recipe.fprop == "fp8", recipe.wgrad == "fp8"
+    return sum(_passes(fprop, wgrad, recipe.scaling)) if fprop or wgrad else 0
 
 
 def _is(gpu: Gpu, device_name: str) -> bool:

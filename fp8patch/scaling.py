@@ -8,30 +8,19 @@ therefore see the same scales.
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8patch import messages
 from fp8patch.observation import Observation
 from fp8patch.ops.quantize import preserved_version
+from fp8patch.optimizer_hook import tell_of_steps
 from fp8patch.recipe import Recipe
 from fp8patch.slots import GRAD_OUTPUT, INPUT, NEVER_SET, ROLES, WEIGHT, Slots, SlotState
 from fp8patch.steps import StepClock
-
-_banks: "weakref.WeakSet[Bank]" = weakref.WeakSet()
-_hooked = False
-
-
-def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not _banks:
-        return
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for bank in list(_banks):
-        bank.optimizer_stepped(optimizer, owned)
 
 
 class Bank:
@@ -41,8 +30,16 @@ class Bank:
     along, not the model. Copies start with a bank of their own.
     """
 
-    def __init__(self, recipe: Recipe, paths: Iterable[str], norms: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        paths: Iterable[str],
+        norms: Iterable[str] = (),
+        layers: Mapping[str, Recipe] | None = None,
+    ) -> None:
+        """`layers` are the recipes of the paths whose own differs from `recipe` (its overrides)."""
         self.recipe = recipe
+        self.layers = dict(layers or {})
         self.paths = tuple(paths)
         self.norms = tuple(norms)
         # {path: path of the sibling whose input slot it uses}
@@ -75,16 +72,12 @@ class Bank:
         self.collective = False
         # Told before scales move, and when all state was replaced: an `inject_history.History`.
         self.watcher: Any = None
-        global _hooked
-        if not _hooked:
-            register_optimizer_step_post_hook(_after_optimizer_step)
-            _hooked = True
-        _banks.add(self)
+        tell_of_steps(self)
 
     # -- copies ---------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        keep = ("recipe", "paths", "norms", "siblings", "low_precision_norms", "observed")
+        keep = ("recipe", "layers", "paths", "norms", "siblings", "low_precision_norms", "observed")
         state = {name: getattr(self, name) for name in (*keep, "weights_seen")}
         state["clock"] = dataclasses.replace(self.clock, copied=True)
         return {**state, "slots": dict(self.state())}
@@ -96,6 +89,18 @@ class Bank:
         self._saved = dict(saved)
 
     # -- modules and their slots ----------------------------------------------------------------
+
+    def recipe_of(self, path: str) -> Recipe:
+        """The recipe of the module at `path`: the bank's, or what its overrides made of it."""
+        return self.layers.get(path, self.recipe)
+
+    def can_share(self, path: str, other: str) -> bool:
+        """Whether the modules at these paths can have one input slot."""
+        return Slots.can_share(self.recipe_of(path), self.recipe_of(other))
+
+    def _make_slots(self, device: torch.device) -> Slots:
+        layers = {i: self.layers[path] for i, path in enumerate(self.paths) if path in self.layers}
+        return Slots(3 * len(self.paths), self.recipe, device, layers)
 
     def attach_root(self, root: nn.Module) -> None:
         """`root` is (a part of) the model: its parameters tell which optimizer is ours."""
@@ -111,7 +116,7 @@ class Bank:
             self._saved.update({(path, role): state for role, state in enumerate(states)})
         slots = self._slots.get(device)
         if slots is None:
-            slots = self._slots[device] = Slots(3 * len(self.paths), self.recipe, device)
+            slots = self._slots[device] = self._make_slots(device)
         self._home[path] = device
         for left in set(self._slots) - set(self._home.values()):
             del self._slots[left]
@@ -313,7 +318,7 @@ class Bank:
         """Update what is no module's yet: after a copy, a module is bound at its first use."""
         if not any(float(state.amax) > 0 for state in self._saved.values()):
             return
-        slots = Slots(3 * len(self.paths), self.recipe, torch.device("cpu"))
+        slots = self._make_slots(torch.device("cpu"))
         for (path, role), state in self._saved.items():
             slots.write(self._rows[path] + role, state)
         slots.update()
@@ -324,7 +329,7 @@ class Bank:
         self.siblings = {
             path: leader
             for path, leader in observation.siblings().items()
-            if self._home[path] == self._home[leader]
+            if self._home[path] == self._home[leader] and self.can_share(path, leader)
         }
         for path, leader in self.siblings.items():
             rows = self._rows[path] + INPUT, self._rows[leader] + INPUT
@@ -333,14 +338,8 @@ class Bank:
             self._hand_out(module, self._slots[module._fp8_device])
         self.low_precision_norms = observation.norms_feeding_gemms_only()
         self.mark_norms()
-        idle = [path for path in self.paths if path not in observation.calls]
-        if idle:
-            shown = ", ".join(idle[:5]) + (", …" if len(idle) > 5 else "")
-            messages.warn(
-                f"{len(idle)} of {len(self.paths)} converted modules never ran in the first "
-                f"training step, so they are not in FP8: {shown}. The model reads their weights "
-                "directly, or did not need them for this batch."
-            )
+        if idle := observation.never_ran(self.paths):
+            messages.warn(idle)
 
 
 def _reduce_max(pending: Tensor, group: Any) -> None:

@@ -9,6 +9,7 @@ a multiple of 16 (seen on an H200).
 """
 
 import weakref
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -23,6 +24,9 @@ from fp8patch.recipe import Recipe
 
 ROLES = ("input", "weight", "grad_output")
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)
+
+# What a slot is made for: its history, and the scale that is made of it.
+_SLOT_FIELDS = ("scaling", "amax_history_len", "amax_compute_algo", "margin")
 
 # FP32 values from one row to the next: 16 bytes.
 _STRIDE = 4
@@ -71,31 +75,59 @@ def limit(recipe: Recipe, role: int) -> float:
     return float(largest * 2.0**-recipe.margin)
 
 
-class Slots:
-    """All rows of one bank on one device."""
+def _length(recipe: Recipe, algo: str) -> int:
+    """Of the history of a layer, in slots whose scales are made by `algo`."""
+    if recipe.scaling != "delayed":
+        return 1
+    # The most recent amax is the largest of one.
+    return 1 if recipe.amax_compute_algo != algo else recipe.amax_history_len
 
-    def __init__(self, rows: int, recipe: Recipe, device: torch.device) -> None:
-        length = recipe.amax_history_len if recipe.scaling == "delayed" else 1
+
+class Slots:
+    """All rows of one bank on one device.
+
+    Rows with a shorter history than others use the front of theirs.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        recipe: Recipe,
+        device: torch.device,
+        layers: Mapping[int, Recipe] | None = None,
+    ) -> None:
+        """`layers` are the recipes of those modules that have another one than `recipe`, by number
+        (row // 3)."""
+        recipes = [(layers or {}).get(row // 3, recipe) for row in range(rows)]
+        algos = {each.amax_compute_algo for each in recipes if each.scaling == "delayed"}
+        self._algo = algos.pop() if len(algos) == 1 else "max"
+        self._lengths = [_length(each, self._algo) for each in recipes]
+        mixed = len(set(self._lengths)) > 1
         # Slots may be made while a model runs under inference_mode; tensors born there could never
         # be written again outside it.
         with torch.inference_mode(False), torch.no_grad():
             self._scale = torch.zeros(rows, _STRIDE, device=device)
             self._amax = torch.zeros(rows, _STRIDE, device=device)
             self._counts = torch.zeros(rows, 4, dtype=torch.int64, device=device)
-            self._history = torch.zeros(rows, length, device=device)
+            self._history = torch.zeros(rows, max(self._lengths, default=1), device=device)
+            self._length = torch.tensor(self._lengths, device=device) if mixed else None
             self._cursor = torch.zeros(rows, dtype=torch.int64, device=device)
-            limits = [limit(recipe, role) for role in range(3)]
-            self._limit = torch.tensor(limits, device=device).repeat(rows // 3)
+            limits = [limit(each, row % 3) for row, each in enumerate(recipes)]
+            self._limit = torch.tensor(limits, device=device)
             self._views = [
                 Slot(self._scale[row, 0], self._amax[row, 0], self._counts[row])
                 for row in range(rows)
             ]
-        self._algo = recipe.amax_compute_algo
         self.device = device
         scales = [view.scale for view in self._views]
         quantize_op.mark_cold(scales)
         # The next owner of this memory must not inherit the mark.
         weakref.finalize(self, quantize_op.mark_warm, scales)
+
+    @staticmethod
+    def can_share(one: Recipe, other: Recipe) -> bool:
+        """Whether an input slot means the same to layers of these two recipes."""
+        return all(getattr(one, name) == getattr(other, name) for name in _SLOT_FIELDS)
 
     def __getitem__(self, row: int) -> Slot:
         return self._views[row]
@@ -118,6 +150,7 @@ class Slots:
                 self._scale[:, 0],
                 self._limit,
                 self._algo,
+                self._length,
             )
         self._refresh_cold()
 
@@ -144,18 +177,19 @@ class Slots:
 
     def _read(self, start: int, stop: int) -> list[SlotState]:
         tensors = (self._history, self._scale[:, 0], self._amax[:, 0], self._counts, self._cursor)
-        histories, *rest = (tensor[start:stop].cpu() for tensor in tensors)
-        length = histories.shape[1]
+        read = (tensor[start:stop].cpu() for tensor in tensors)
+        lengths = self._lengths[start:stop]
         states = []
-        for ring, scale, amax, counts, cursor in zip(histories, *rest, strict=True):
-            count = int(cursor)
+        for row, scale, amax, counts, cursor, length in zip(*read, lengths, strict=True):
+            count, ring = int(cursor), row[:length]
             history = ring[:count] if count <= length else torch.roll(ring, -(count % length))
             states.append(SlotState(*(t.clone() for t in (history, scale, amax, counts))))
         return states
 
     def table(self) -> Tensor:
         """FP64 [S, 6]: last amax, scale, *counts of every row; a copy on the device, no sync."""
-        place = (self._cursor - 1).clamp(min=0) % self._history.shape[1]
+        length = self._history.shape[1] if self._length is None else self._length
+        place = (self._cursor - 1).clamp(min=0) % length
         last = self._history.gather(1, place.unsqueeze(1))
         amax = torch.where(self._amax[:, :1] > 0, self._amax[:, :1], last)
         columns = (amax.double(), self._scale[:, :1].double(), self._counts.double())
@@ -163,7 +197,7 @@ class Slots:
 
     def write(self, row: int, state: SlotState) -> None:
         """Set one row. A history longer than the recipe's keeps its newest part."""
-        history = state.history[-self._history.shape[1] :]
+        history = state.history[-self._lengths[row] :]
         with torch.no_grad(), self._written():
             self._history[row].zero_()
             self._history[row, : len(history)] = history.to(self.device)

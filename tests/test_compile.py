@@ -60,7 +60,7 @@ def _reset() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def build(recipe: str) -> Any:
+def build(recipe: str | fp8patch.Recipe) -> Any:
     torch.manual_seed(0)
     return fp8patch.convert_model(Model(), recipe, include=("*",))
 
@@ -108,8 +108,18 @@ def test_stock_blocks_compile_bit_for_bit() -> None:
     assert not differing(train(eager, 0, 3, x), train(compiled, 0, 3, x))
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
-def test_compiled_blocks_equal_eager_ones(recipe: str) -> None:
+# One graph serves both blocks, unless an override tells them apart.
+@pytest.mark.parametrize(
+    ("recipe", "graphs"),
+    [
+        ("delayed", 1),
+        ("rowwise", 1),
+        (fp8patch.Recipe(overrides={"*.up": {"scaling": "rowwise"}, "*.k": {"margin": 2}}), 1),
+        (fp8patch.Recipe(overrides={"blocks.0.down": {"wgrad": "bf16"}}), 2),
+    ],
+    ids=["delayed", "rowwise", "overrides", "override of a block"],
+)
+def test_compiled_blocks_equal_eager_ones(recipe: str | fp8patch.Recipe, graphs: int) -> None:
     eager, compiled = build(recipe), build(recipe)
     x = torch.randn(2, 8, D)
     for model in (eager, compiled):
@@ -118,7 +128,7 @@ def test_compiled_blocks_equal_eager_ones(recipe: str) -> None:
     counter = compile_blocks(compiled)
     assert not differing(train(eager, 1, 4, x), train(compiled, 1, 4, x))
     same_slots(compiled, eager)
-    assert counter.frame_count == 1  # one graph serves both blocks
+    assert counter.frame_count == graphs
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         with fp8patch.autocast(backend="emulate"):
             assert torch.equal(compiled(x), eager(x))

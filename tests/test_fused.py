@@ -38,6 +38,16 @@ for length in (1, 5, 1024):
             for left, right in zip(a, b):
                 assert torch.equal(left, right), (length, algo, step, left, right)
 
+lengths = torch.tensor([1, 5, 12, 3, 12, 2, 1])
+a, b = ([torch.zeros(7, 12), torch.zeros(7, dtype=torch.int64), torch.zeros(7), torch.zeros(7),
+         torch.full((7,), 448.0)] for _ in "ab")
+for step in range(14):
+    for update, bank in ((numerics.delayed_update, a), (delayed_update, b)):
+        bank[2].copy_(torch.rand(7, generator=torch.Generator().manual_seed(step)))
+        update(*bank, "max", lengths)
+    for left, right in zip(a, b):
+        assert torch.equal(left, right), ("mixed", step, left, right)
+
 def job(rows, cols):
     weight = torch.randn(rows, cols)
     return Job(weight, torch.empty(rows, cols, dtype=numerics.E4M3),
@@ -101,6 +111,23 @@ def test_update_equals_the_oracle(length: int, algo: str) -> None:
         numerics.delayed_update(
             theirs[0], theirs[1], theirs[2][:, 0], theirs[3][:, 0], theirs[4], algo
         )
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a.cpu(), b)
+
+
+@pytest.mark.gpu
+def test_update_of_several_lengths_equals_the_oracle() -> None:
+    ours, theirs = _bank(300, 1024, "cuda"), _bank(300, 1024, "cpu")
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 40, (300,), generator=generator)
+    lengths[::7] = 1024
+    for _ in range(60):
+        amax = torch.exp2(torch.rand(300, generator=generator) * 20)
+        for bank, update in ((ours, fused.delayed_update), (theirs, numerics.delayed_update)):
+            device = bank[0].device
+            bank[2][:, 0] = amax.to(device)
+            tensors = bank[0], bank[1], bank[2][:, 0], bank[3][:, 0], bank[4]
+            update(*tensors, "max", lengths.to(device))
         for a, b in zip(ours, theirs, strict=True):
             assert torch.equal(a.cpu(), b)
 

@@ -263,6 +263,25 @@ def test_the_delayed_update_is_the_loop(
             assert ring == [float(v) for v in one.history]
 
 
+@given(steps=st.lists(st.tuples(observed, observed, observed), max_size=40))
+def test_histories_of_several_lengths_in_one_tensor(
+    steps: list[tuple[float, float, float]],
+) -> None:
+    lengths = (1, 5, 16)
+    plain = [Plain(length, 448.0, "max") for length in lengths]
+    history, cursor = torch.zeros(3, 16), torch.zeros(3, dtype=torch.int64)
+    pending, scale, limit = torch.zeros(3), torch.zeros(3), torch.full((3,), 448.0)
+    for step in steps:
+        pending.copy_(torch.tensor(step))
+        numerics.delayed_update(
+            history, cursor, pending, scale, limit, "max", torch.tensor(lengths)
+        )
+        for row, one, amax in zip(range(3), plain, step, strict=True):
+            one.step(amax)
+            assert scale[row].item() == one.scale
+            assert not history[row, lengths[row] :].any()
+
+
 def test_an_update_of_a_strided_view_in_place() -> None:
     """The bank's pending and scale are columns of wider tensors."""
     wide = torch.full((2, 4), 7.0)

@@ -6,6 +6,8 @@ the same name that has `typer.Option` and `typer.Argument` annotations as usual:
     # fp8patch/cli/convert.py
     def convert(model: Annotated[Path, typer.Argument(help="…")], ...) -> None: ...
 
+A command with commands of its own is a module with a `typer.Typer` named `GROUP` instead.
+
 The module is imported when its command runs. `fp8patch --help` reads only the table, so that it
 answers at once; a command's module imports torch inside its function for the same reason.
 
@@ -38,6 +40,7 @@ COMMANDS: dict[str, str] = {
     "inspect": "Where FP8 loses too much in a run or a checkpoint, and what helps.",
     "convert": "Write a patched checkpoint: the same weights, plus FP8 scales beside them.",
     "revert": "Write the plain checkpoint again.",
+    "recipes": "The built-in recipes, with what each needs and costs; shown, and files checked.",
 }
 
 _READER_LEFT = 141
@@ -53,6 +56,8 @@ class _Commands(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"{__name__}.{cmd_name}")
+        if hasattr(module, "GROUP"):  # a command that has commands of its own
+            return typer.main.get_command(module.GROUP)
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
         # SETTINGS: what the decorator takes, where a command is parsed in its own way.
         single.command(cmd_name, **getattr(module, "SETTINGS", {}))(getattr(module, cmd_name))

@@ -112,8 +112,21 @@ def show(plan: "Plan", screen: "Console", *, gpu: str, every: bool = False) -> N
     screen.print()
     for code, reason, times in _reasons(plan):
         screen.print(f"[yellow]{code}[/] ({times}): {reason}")
+    for line in _overrides(plan):
+        screen.print(line, markup=False)
     for line in foot(plan):
         screen.print(line)
+
+
+def _overrides(plan: "Plan") -> list[str]:
+    """What each override changes, and for how many modules."""
+    lines = []
+    for override in plan.recipe.overrides:
+        chosen = [d for d in plan.decisions if override.pattern in d.overrides]
+        used = sum(d.action == "convert" for d in chosen)
+        number = f"{len(chosen)}, {used} in FP8"
+        lines.append(f'override "{override.pattern}" ({number}): {override}')
+    return lines
 
 
 def _rows(plan: "Plan", every: bool) -> list["Group"]:
@@ -186,6 +199,8 @@ def _decision(decision: "Decision") -> str:
 
     # A norm keeps its arithmetic; it is converted for the output that it makes.
     what = "norm" if decision.kind in NORM_KINDS else "FP8"
+    if decision.overrides:
+        return f"[green]{what}[/] override"
     return f"[green]{what}[/]" if decision.code == "ok" else f"[green]{what}[/] {decision.code}"
 
 

@@ -16,7 +16,12 @@ from fp8patch.compiler import nothing_compiles, outside_compiler
 from fp8patch.modules import ready
 from fp8patch.modules.extra_state import pack_state, unpack_state
 from fp8patch.modules.gemms import Float8Gemms, GemmSpec, Operands, cast_input, shared_input
-from fp8patch.modules.obstacles import check_override, find_obstacle, report_obstacle
+from fp8patch.modules.obstacles import (
+    check_override,
+    find_obstacle,
+    precision_of,
+    report_obstacle,
+)
 from fp8patch.modules.weight_batch import refresh_together
 from fp8patch.modules.weights import WeightState, prepare
 from fp8patch.recipe import Recipe
@@ -50,6 +55,7 @@ class Float8Module(nn.Module):
     bias: Any
 
     _fp8_bank: Bank
+    _fp8_recipe: Recipe
     _fp8_path: str
     _fp8_extra_state: bool
     _fp8_weight_q: Any
@@ -92,7 +98,7 @@ class Float8Module(nn.Module):
             prepare(self, observe)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, recipe={self._fp8_bank.recipe.name}"
+        return f"{super().extra_repr()}, recipe={self._fp8_bank.recipe.name}{_changed(self)}"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, **fresh_runtime()}
@@ -119,6 +125,11 @@ class Float8Module(nn.Module):
             unpack_state(self, packed)
 
 
+def _changed(module: Any) -> str:
+    """That a layer has overrides, for its repr."""
+    return "" if module._fp8_recipe is module._fp8_bank.recipe else " with overrides"
+
+
 def _is_another(weight: Tensor, loaded: Any) -> bool:
     if not isinstance(loaded, Tensor) or loaded.shape != weight.shape or weight.is_meta:
         return isinstance(loaded, Tensor)
@@ -131,6 +142,8 @@ def attach(module: Any, bank: Bank, path: str, extra_state: bool = False) -> Non
     """Give a module of a Float8 class what it needs besides its Parameters."""
     module.__dict__.update(fresh_runtime())
     module._fp8_bank, module._fp8_path, module._fp8_extra_state = bank, path, extra_state
+    # One object for all layers with the same overrides: what compiles them tells them apart by it.
+    module._fp8_recipe = bank.recipe_of(path)
 
 
 def detach(module: Any) -> None:
@@ -204,7 +217,7 @@ def _forward_in_region(module: Any, input: Tensor, region: regions.Region) -> Te
     if module._fp8_bank.observation is not None or module._fp8_weight_q is None:
         return _forward_in_eager(module, input, region)
     # Everything that looks at or moves the bank was done where the root was entered.
-    precision = region.recipe or module._fp8_bank.recipe
+    precision = precision_of(module, region)
     if find_obstacle(module, input, region, precision) is not None:
         return stock_forward(module, input)  # type: ignore[no-any-return]
     observe = region.training is True or region.calibrating or region.reopened
@@ -213,14 +226,13 @@ def _forward_in_region(module: Any, input: Tensor, region: regions.Region) -> Te
 
 @outside_compiler
 def _forward_in_eager(module: Any, input: Tensor, region: regions.Region) -> Tensor:
-    recipe: Recipe = module._fp8_bank.recipe
-    precision = region.recipe or recipe
+    precision = precision_of(module, region)
     obstacle = find_obstacle(module, input, region, precision)
     if obstacle is not None:
         report_obstacle(obstacle, module, input, region)
         return stock_forward(module, input)  # type: ignore[no-any-return]
     if region.recipe is not None:
-        check_override(recipe, region.recipe)
+        check_override(module._fp8_bank.recipe, region.recipe)
     observe = enter_module(module._fp8_bank, region)
     prepare(module, observe, region.calibrating)
     spec = make_spec(module, input, region, precision, observe)
@@ -269,7 +281,7 @@ def make_spec(
     module: Any, input: Tensor, region: regions.Region, precision: Recipe, observe: bool
 ) -> GemmSpec:
     """The constants of this call."""
-    recipe: Recipe = module._fp8_bank.recipe
+    recipe: Recipe = module._fp8_recipe
     device = input.device.type
     autocast = torch.is_autocast_enabled(device)
     return GemmSpec(

@@ -39,6 +39,23 @@ def check_override(converted: Recipe, wanted: Recipe) -> None:
                 f"{was}. A region may change fprop, dgrad and wgrad only: start from the model's "
                 f"own recipe with .replace(), or convert with {wanted.name!r}."
             )
+    if wanted.overrides not in ((), converted.overrides):
+        raise RecipeError(
+            "autocast(recipe=…) has overrides that the model was not converted with. They are "
+            "settled by conversion: convert with them, or give a recipe without."
+        )
+
+
+def precision_of(module: Any, region: regions.Region) -> Recipe:
+    """The recipe that says which GEMMs of `module` run in FP8 in this region.
+
+    A region's own, but for a layer that has overrides of its own: what is said of one layer is not
+    undone by what is said of all.
+    """
+    recipe: Recipe = module._fp8_recipe
+    if region.recipe is None or recipe is not module._fp8_bank.recipe:
+        return recipe
+    return region.recipe
 
 
 def find_obstacle(
@@ -61,7 +78,7 @@ def find_obstacle(
         return "stock"
     if not torch.is_autocast_enabled(device) and input.dtype != weight.dtype:
         return "stock"
-    recipe: Recipe = module._fp8_bank.recipe
+    recipe: Recipe = module._fp8_recipe
     if recipe.misaligned == "skip" and (in_features % ALIGNMENT or out_features % ALIGNMENT):
         return "misaligned"
     if recipe.scaling == "rowwise" and not region.rowwise:

@@ -15,18 +15,22 @@ from fp8patch.ops.fused import many_casts
 from fp8patch.ops.quantize import ALIGNMENT, is_cold
 from fp8patch.slots import WEIGHT, limit
 
+# (device, dtype of the weights, they are observed, they are scaled by their live amax)
+_Group = tuple[torch.device, torch.dtype, bool, bool]
+
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def refresh_together(members: Iterable[Any], observe: bool) -> list[Any]:
     """Quantise what can be in one launch, and return the modules that are left."""
-    groups: dict[tuple[torch.device, torch.dtype, bool], list[Any]] = {}
+    groups: dict[_Group, list[Any]] = {}
     left = []
     for module in members:
         weight = module.weight
         if _can_join(module, weight, observe):
             first = observe and module._fp8_path not in module._fp8_bank.weights_seen
-            groups.setdefault((weight.device, weight.dtype, first), []).append(module)
+            live = module._fp8_recipe.scaling == "current"
+            groups.setdefault((weight.device, weight.dtype, first, live), []).append(module)
         else:
             left.append(module)
     for group, modules in groups.items():
@@ -48,12 +52,12 @@ def _can_join(module: Any, weight: Tensor, observe: bool) -> bool:
         return False
     if weight.shape[0] % ALIGNMENT or weight.shape[1] % ALIGNMENT or not weight.is_contiguous():
         return False
-    scaling = module._fp8_bank.recipe.scaling
+    scaling = module._fp8_recipe.scaling
     warm = scaling == "current" or not is_cold(module._fp8_weight_slot.scale)
     return scaling != "rowwise" and warm and module._fp8_device == weight.device
 
 
-def _cast(group: tuple[torch.device, torch.dtype, bool], modules: list[Any]) -> bool:
+def _cast(group: _Group, modules: list[Any]) -> bool:
     bank = modules[0]._fp8_bank
     jobs = [_job(module) for module in modules]
     addresses = [(job[0].data_ptr(), job[1].data_ptr(), job[4].data_ptr()) for job in jobs]
@@ -63,8 +67,9 @@ def _cast(group: tuple[torch.device, torch.dtype, bool], modules: list[Any]) -> 
         bank.casts[group] = addresses, casts
     if casts is None:
         return False
-    recipe = bank.recipe
-    casts.run(limit(recipe, WEIGHT), live=recipe.scaling == "current", observe=group[2])
+    # What live amax are brought to; without a history there is no margin, so it is one for all.
+    largest = limit(modules[0]._fp8_recipe, WEIGHT)
+    casts.run(largest, live=group[3], observe=group[2])
     return True
 
 

@@ -134,8 +134,9 @@ def _forget_if_clipping(module: Any, weight: Tensor) -> None:
     history: a resumed run has to clip as the original did. Reads the device, at rare events only.
     """
     bank: Bank = module._fp8_bank
-    largest = limit(bank.recipe, WEIGHT)
-    if bank.recipe.scaling != "delayed":
+    recipe: Recipe = module._fp8_recipe
+    largest = limit(recipe, WEIGHT)
+    if recipe.scaling != "delayed":
         return
     if float(numerics.amax(weight.detach()) * module._fp8_weight_slot.scale) > 2 * largest:
         bank.forget(module._fp8_path)
@@ -165,7 +166,7 @@ def _scale_that_fits(rows: Tensor, scale: Tensor, largest: float) -> Tensor:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _quantize_weight(module: Any, weight: Tensor, observe: bool, calibrating: bool) -> None:
-    recipe: Recipe = module._fp8_bank.recipe
+    recipe: Recipe = module._fp8_recipe
     in_out = module._fp8_in_out
     # Where no padding differs, a weight [K, N] is read as it lies: its transpose is the rows.
     swap = in_out and recipe.scaling != "rowwise" and not any(s % ALIGNMENT for s in weight.shape)

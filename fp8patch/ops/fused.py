@@ -20,13 +20,19 @@ def _kernels() -> Any:
 
 
 def delayed_update(
-    history: Tensor, cursor: Tensor, pending: Tensor, scale: Tensor, limit: Tensor, algo: str
+    history: Tensor,
+    cursor: Tensor,
+    pending: Tensor,
+    scale: Tensor,
+    limit: Tensor,
+    algo: str,
+    length: Tensor | None = None,
 ) -> None:
     """`numerics.delayed_update`, in one launch on a GPU. Shapes and dtypes as there."""
     if history.is_cuda and (kernels := _kernels()) is not None:
-        kernels[1].delayed_update(history, cursor, pending, scale, limit, algo)
+        kernels[1].delayed_update(history, cursor, pending, scale, limit, algo, length)
     else:
-        numerics.delayed_update(history, cursor, pending, scale, limit, algo)
+        numerics.delayed_update(history, cursor, pending, scale, limit, algo, length)
 
 
 def many_casts(jobs: Sequence[tuple[Tensor, ...]]) -> Any | None:
