@@ -64,12 +64,13 @@ def _slot(
     if pending:
         amax.append(pending if math.isfinite(pending) else None)
     counts = state.counts.tolist()
+    recipe = plan.recipe_of(plan[path])
     return SlotPoints(
         path=path,
         role=ROLES[role],
-        scaling=plan.recipe.scaling,
-        format="e5m2" if ROLES[role] == "grad_output" and grad_is_e5m2(plan.recipe) else "e4m3",
-        limit=limit(plan.recipe, role),
+        scaling=recipe.scaling,
+        format="e5m2" if ROLES[role] == "grad_output" and grad_is_e5m2(recipe) else "e4m3",
+        limit=limit(recipe, role),
         steps=(),
         amax=amax,
         scale=[float(state.scale)],
@@ -131,13 +132,14 @@ def _sqnr(stored: StoredTensors, key: str, plan: Plan, path: str, state: SlotSta
     rows = _sample(stored, key)
     if rows is None:
         return None
-    if plan.recipe.scaling == "rowwise":
+    recipe = plan.recipe_of(plan[path])
+    if recipe.scaling == "rowwise":
         if plan[path].kind == "conv1d":  # stored [K, N]: its rows are columns, which is no sample
             return None
-        x_fp8, scale = numerics.quantize_rowwise(rows, numerics.E4M3, limit(plan.recipe, WEIGHT))
+        x_fp8, scale = numerics.quantize_rowwise(rows, numerics.E4M3, limit(recipe, WEIGHT))
     else:
-        live = numerics.scale_from_amax(numerics.amax(rows), limit(plan.recipe, WEIGHT))
-        scale = state.scale if plan.recipe.scaling == "delayed" and state.scale > 0 else live
+        live = numerics.scale_from_amax(numerics.amax(rows), limit(recipe, WEIGHT))
+        scale = state.scale if recipe.scaling == "delayed" and state.scale > 0 else live
         x_fp8 = numerics.quantize(rows, scale, numerics.E4M3)
     found = numerics.sqnr(rows, numerics.dequantize(x_fp8, scale.reciprocal()))
     return found if math.isfinite(found) else None

@@ -8,6 +8,7 @@ import pytest
 from directories import run, write
 
 from fp8patch.errors import RecipeError
+from fp8patch.inspect_advice import recipe_line, recipe_lines
 from fp8patch.recipe import Recipe, builtin_names, describe
 from fp8patch.recipe_facts import facts_of, layers_of, to_yaml
 from fp8patch.recipe_overrides import FIELDS, Override
@@ -113,6 +114,15 @@ def test_files_that_are_no_recipes(kind: str, tmp_path: Path) -> None:
     result = run("recipes", "check", file)
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.count("\n") == 1
+
+
+def test_the_lines_that_inspect_advises_are_read(tmp_path: Path) -> None:
+    chosen = {"*.a": ("scaling: rowwise",), "b": ("fprop: bf16", "dgrad: bf16", "wgrad: bf16")}
+    for lines in (recipe_lines(chosen), [recipe_line(chosen)]):
+        (tmp_path / "mine.yaml").write_text("\n".join(lines))
+        recipe = Recipe.load(tmp_path / "mine.yaml")
+        assert recipe.for_layer(["*.a"]).scaling == "rowwise"
+        assert not recipe.for_layer(["b"]).in_fp8
 
 
 def test_mistakes_in_python() -> None:

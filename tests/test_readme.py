@@ -70,6 +70,14 @@ def test_the_python_runs(my_model: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert any(isinstance(m, fp8patch.Float8Conv1D) for m in loaded.modules())
 
 
+def test_the_recipe_is_one(tmp_path: Path) -> None:
+    (body,) = [body for body in blocks("yaml") if "base: delayed" in body]
+    (tmp_path / "mine.yaml").write_text(body)
+    made = recipe.Recipe.load(tmp_path / "mine.yaml")
+    assert made.for_layer(["*.down_proj"]).scaling == "rowwise"
+    assert not made.for_layer(["model.layers.0"]).in_fp8
+
+
 def test_the_commands_run(my_model: Path) -> None:
     """In README's order; what README prints of `convert` is what comes out."""
     printed = {}
@@ -136,7 +144,8 @@ def test_there_is_code_within_the_first_lines() -> None:
 def options(command: str) -> set[str]:
     group: Any = typer.main.get_command(cli.app)
     found: Any = group.get_command(None, command)
-    return {name for parameter in found.params for name in parameter.opts} | {"--help"}
+    all_of_it = [found, *getattr(found, "commands", {}).values()]
+    return {name for one in all_of_it for p in one.params for name in p.opts} | {"--help"}
 
 
 def test_every_flag_exists() -> None:
