@@ -1,9 +1,14 @@
 """The lines that a run says, and its JSON report."""
 
+import dataclasses
 import math
+import platform
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from fp8patch import __version__, messages
 from fp8patch.inject_record import place, write_json
@@ -204,6 +209,7 @@ def report(run: "Facts", state: str) -> dict[str, Any]:
         "device": run.hardware_name,
         "world_size": place()[1],
         "recipe": run.options.recipe,
+        "settings": _settings(run),
         "models": [_model(model) for model in run.models],
         "steps": steps,
         "step_seconds": record.durations.values(),
@@ -220,6 +226,29 @@ def report(run: "Facts", state: str) -> dict[str, Any]:
             "seconds_a_step": (run.overhead + _reading(run)) / steps if steps else None,
         },
     }
+
+
+def _settings(run: "Facts") -> dict[str, Any]:
+    """What another run would need to be the same, but for the script's own words."""
+    options = dataclasses.asdict(run.options)
+    for name in ("status_dir", "report", "sets_bf16"):
+        del options[name]
+    plan = next((model.plan for model in run.models if model.plan is not None), None)
+    return {
+        "options": options,
+        "recipe": {} if plan is None else plan.recipe.to_dict(),
+        "versions": _versions(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    for name in ("transformers", "accelerate"):
+        if name in sys.modules:
+            found[name] = str(getattr(sys.modules[name], "__version__", "?"))
+    return found
 
 
 def _ratios(run: "Facts") -> dict[str, dict[str, float]]:
