@@ -67,9 +67,8 @@ def advise(
         gpu: Figures to predict gains with; None where there are none.
     """
     known = [Recipe.load(name) for name in builtin_names()]
-    cast_problem = next((f"casts: {c.outcome.detail}" for c in casts if not c.outcome.ok), "")
     own, *others = [
-        _row(each, hardware, gemms, cast_problem, gpu)
+        _row(each, hardware, gemms, casts, gpu)
         for each in (recipe, *(each for each in known if each != recipe))
     ]
     rows = sorted([own, *others], key=lambda row: -(row.gain or 0))
@@ -89,7 +88,7 @@ def _row(
     recipe: Recipe,
     hardware: Hardware,
     gemms: list[GemmTest],
-    cast_problem: str,
+    casts: list[CastTest],
     gpu: Gpu | None,
 ) -> Row:
     rowwise = recipe.scaling == "rowwise"
@@ -102,8 +101,8 @@ def _row(
     elif broken := [test for test in mine if test.hardware is None or not test.hardware.ok]:
         detail = "not run" if broken[0].hardware is None else broken[0].hardware.detail
         reason = f"its GEMM ({broken[0].kind}) does not work here: {detail}."
-    elif cast_problem:
-        reason = f"{cast_problem}."
+    elif failed := [c for c in casts if not c.outcome.ok and c.by_row in (None, rowwise)]:
+        reason = f"a kernel of it does not work here: {failed[0].name}: {failed[0].outcome.detail}."
     else:
         runs = "fp8"
     return Row(recipe=recipe.name, runs=runs, gain=gain, reason=reason)

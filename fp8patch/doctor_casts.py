@@ -1,4 +1,4 @@
-"""The casts and the update of scales against `numerics`, bit for bit.
+"""The casts and the update of scales against `numerics`, bit for bit; norms against FP64.
 
 On a GPU these are Triton kernels, compiled at their first use: does each compile, and is it right?
 Elsewhere they are plain PyTorch.
@@ -14,26 +14,25 @@ from fp8patch.doctor_types import CastTest, Outcome
 from fp8patch.messages import one_line
 from fp8patch.numerics import E4M3, E5M2, FP8_MAX
 from fp8patch.ops.fused import delayed_update, many_casts
+from fp8patch.ops.norm import norm
 from fp8patch.ops.quantize import padded, quantize, quantize_rowwise
 
 __all__ = ["check_casts"]
 
 # Odd in both dimensions, so that tiles are ragged and the transpose is padded.
 _SHAPE = (67, 131)
+_EPS = 1e-5
+# One rounding to BF16 leaves 51 dB and more.
+_NORM_DB = 50.0
 
 
 def check_casts(device: str) -> list[CastTest]:
-    """Run every form of the cast, and the update, on `device`."""
-    forms: dict[str, Callable[[str], list[str]]] = {
-        "scale given, E4M3": lambda where: _by_tensor(where, E4M3, live=False),
-        "scale given, E5M2": lambda where: _by_tensor(where, E5M2, live=False),
-        "scale from the tensor": lambda where: _by_tensor(where, E4M3, live=True),
-        "scale a row": _by_row,
-        "update of the scales": _update,
-    }
-    if device != "cpu":
-        forms["weights in one launch"] = _weights
-    return [CastTest(name=name, outcome=_outcome(form, device)) for name, form in forms.items()]
+    """Run every form of the cast, the update and the norms on `device`."""
+    return [
+        CastTest(name=name, by_row=by_row, outcome=_outcome(form, device))
+        for name, (by_row, form) in _FORMS.items()
+        if form is not _weights or device != "cpu"
+    ]
 
 
 def _outcome(form: Callable[[str], list[str]], device: str) -> Outcome:
@@ -110,6 +109,30 @@ def _update(device: str) -> list[str]:
     return wrong
 
 
+def _norms(device: str) -> list[str]:
+    """BF16 in and out, FP32 parameters: one rounding of the result, to BF16."""
+    x = _data(live=True)
+    weight, bias = torch.linspace(0.5, 2, _SHAPE[1]), torch.linspace(-1, 1, _SHAPE[1])
+    exact = x.double()
+    centered = exact - exact.mean(1, keepdim=True)
+    expected = {
+        "LayerNorm": _over_rms(centered) * weight.double() + bias.double(),
+        "RMSNorm": _over_rms(exact) * weight.double(),
+    }
+    wrong = []
+    for name, result in expected.items():
+        center = name == "LayerNorm"
+        shift = bias.to(device) if center else None
+        y, *_ = norm(x.to(device), weight.to(device), shift, _EPS, center, False, torch.bfloat16)
+        if not numerics.sqnr(result, y.cpu()) >= _NORM_DB:
+            wrong.append(name)
+    return wrong
+
+
+def _over_rms(x: Tensor) -> Tensor:
+    return x * (x.square().mean(1, keepdim=True) + _EPS).rsqrt()
+
+
 def _weights(device: str) -> list[str]:
     """Two weights in one launch, with a given scale."""
     weights = [x.float() for x in (_data(live=True)[:64, :128], _data(live=True)[:48, 3:19])]
@@ -172,3 +195,15 @@ def _padded(x_fp8: Tensor, rows: int | None = None) -> Tensor:
 def _transposed(x_fp8: Tensor) -> Tensor:
     columns = x_fp8.view(torch.uint8).t().contiguous().view(x_fp8.dtype)
     return _padded(columns, padded(x_fp8.shape[1]))
+
+
+# {name: (by_row, what runs it)}
+_FORMS: dict[str, tuple[bool | None, Callable[[str], list[str]]]] = {
+    "cast to E4M3": (False, lambda device: _by_tensor(device, E4M3, live=False)),
+    "cast to E5M2": (False, lambda device: _by_tensor(device, E5M2, live=False)),
+    "cast by its own amax": (False, lambda device: _by_tensor(device, E4M3, live=True)),
+    "cast by rows": (True, _by_row),
+    "update of scales": (None, _update),
+    "norms": (None, _norms),
+    "weights in one launch": (False, _weights),
+}

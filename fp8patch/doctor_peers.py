@@ -11,6 +11,7 @@ later release may have mended it; then nothing is seen, and nothing is said.
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -61,21 +62,34 @@ def start(packages: list[Package]) -> Iterator[Reproduction | None]:
     if "torch" not in installed or not installed & {"transformers", "accelerate", "torchao"}:
         yield None
         return
-    with tempfile.TemporaryDirectory(prefix="fp8patch-doctor-") as folder:
-        file = Path(folder) / "found.json"
-        process = subprocess.Popen(
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="fp8patch-doctor-"))
+    except OSError:  # no room, no right to: the rest can be found out all the same
+        yield None
+        return
+    file = folder / "found.json"
+    process = None
+    try:
+        process = _start(file)
+        yield None if process is None else Reproduction(process, file)
+    finally:
+        if process is not None:
+            process.kill()
+            process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(file: Path) -> "subprocess.Popen[bytes] | None":
+    try:
+        return subprocess.Popen(
             [sys.executable, "-c", _CHILD, str(_ROOT), str(file)],
             env=_environment(os.environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        try:
-            yield Reproduction(process, file)
-        finally:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+    except OSError:
+        return None
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -48,9 +48,14 @@ class GemmTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastTest:
-    """One form of the cast to FP8, where the run would do it: on the GPU, else on the CPU."""
+    """One kernel that is no GEMM, where a run would use it: on the GPU, else on the CPU.
+
+    Attributes:
+        by_row: Recipes that scale by row use it alone (True), all others do (False), all (None).
+    """
 
     name: str
+    by_row: bool | None
     outcome: Outcome
 
 

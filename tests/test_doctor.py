@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from directories import run, write
 from injected import python
 
 from fp8patch import doctor as doctor_module
-from fp8patch import doctor_gemms, doctor_peers, hardware
+from fp8patch import doctor_gemms, doctor_machine, doctor_peers, hardware
 from fp8patch.cli.plan import foot, make_plan
 from fp8patch.doctor_advice import Advice, advise
 from fp8patch.doctor_environment import find_interference
@@ -22,6 +23,7 @@ from fp8patch.roofline import GPUS, resolve_gpu
 
 ROOT = Path(__file__).resolve().parent.parent
 FINE = Outcome(ok=True, ran=True, db=55.0)
+CAST = CastTest(name="cast", by_row=None, outcome=FINE)
 
 
 # -- machines that are not here -------------------------------------------------------------------
@@ -34,7 +36,7 @@ def advice(
     recipe: str = "delayed",
     broken: str = "",
     emulated: bool = True,
-    cast: Outcome = FINE,
+    cast: CastTest = CAST,
 ) -> Advice:
     """What `doctor` concludes on such a machine, where GEMMs of the kind `broken` fail."""
     where = hardware.classify("cpu" if capability is None else "cuda", name, capability)
@@ -56,7 +58,7 @@ def advice(
             )
         )
     gpu = resolve_gpu("auto", where)
-    return advise(where, tests, [CastTest(name="x", outcome=cast)], Recipe.load(recipe), gpu)
+    return advise(where, tests, [cast], Recipe.load(recipe), gpu)
 
 
 def rows(found: Advice) -> dict[str, str]:
@@ -124,11 +126,17 @@ def test_a_gemm_that_fails_where_it_should_run_is_named() -> None:
     )
 
 
-def test_a_cast_that_fails_stops_every_recipe() -> None:
+@pytest.mark.parametrize("by_row", [None, False, True])
+def test_a_kernel_that_fails_stops_the_recipes_that_use_it(by_row: bool | None) -> None:
     wrong = Outcome(ok=False, ran=True, detail="not equal to the oracle: values")
-    found = advice("NVIDIA H200", (9, 0), cast=wrong)
-    assert set(rows(found).values()) == {"emulated"}
-    assert "casts: not equal to the oracle: values" in found.sentences[0]
+    cast = CastTest(name="cast", by_row=by_row, outcome=wrong)
+    found = advice("NVIDIA H200", (9, 0), cast=cast)
+    stopped = {name for name, runs in rows(found).items() if runs == "emulated"}
+    by_rows = {name for name in builtin_names() if name.startswith("rowwise")}
+    others = set(builtin_names()) - by_rows
+    assert stopped == {None: by_rows | others, False: others, True: by_rows}[by_row]
+    said = "cast: not equal to the oracle: values" in found.sentences[0]
+    assert said is ("delayed" in stopped)
 
 
 def test_nothing_runs_where_emulation_is_wrong_too() -> None:
@@ -165,7 +173,7 @@ def test_the_view(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(
         re.fullmatch(r"rowwise +E4M3 x E4M3 +9\.0 .*ok [\d.]+ dB +28\.\d dB", x) for x in lines
     )
-    assert any(line.startswith("Casts  ok: 5 forms") for line in lines)
+    assert any(line.startswith("Kernels  ok: cast to E4M3, cast to E5M2,") for line in lines)
     assert not any("FAILED" in line for line in lines)
     assert not any("interfere" in line for line in lines)
 
@@ -209,6 +217,23 @@ def test_a_wrong_model_or_recipe_is_said_before_anything_runs(
         assert (result.exit_code, result.stdout) == (1, "")
         assert result.stderr.startswith("fp8patch: error: ")
         assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_driver_without_a_torch_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_machine, "driver", lambda: "580.95.05")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "a PyTorch that is built for CUDA can use the GPU" in run("doctor").stdout
+
+
+def test_a_full_disk_leaves_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**options: Any) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(doctor_peers.tempfile, "mkdtemp", full)
+    result = run("doctor", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["faults"] == []
 
 
 @pytest.mark.usefixtures("alone")

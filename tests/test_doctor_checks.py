@@ -157,7 +157,7 @@ def test_a_cast_that_is_a_bit_off_is_seen(
 
     monkeypatch.setattr(doctor_casts, "quantize", wrong)
     details = [test.outcome.detail for test in doctor_casts.check_casts("cpu")]
-    assert details == [f"not equal to the oracle: {part}"] * 3 + ["", ""]
+    assert details == [f"not equal to the oracle: {part}"] * 3 + ["", "", ""]
 
 
 def test_a_kernel_that_does_not_compile_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,3 +180,10 @@ def test_an_update_that_forgets_the_oldest_is_seen(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(doctor_casts, "delayed_update", wrong)
     detail = doctor_casts.check_casts("cpu")[4].outcome.detail
     assert detail.startswith("not equal to the oracle: history (max)")
+
+
+def test_a_norm_that_is_one_percent_off_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = doctor_casts.norm
+    monkeypatch.setattr(doctor_casts, "norm", lambda *a: tuple(x * 1.01 for x in right(*a)))
+    detail = doctor_casts.check_casts("cpu")[5].outcome.detail
+    assert detail == "not equal to the oracle: LayerNorm, RMSNorm"

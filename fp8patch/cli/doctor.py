@@ -87,7 +87,7 @@ def show(
             "product against the one without rounding"
         )
         screen.print(_gemms(found))
-        screen.print(f"\n[bold]Casts[/]  {_casts(found)}")
+        screen.print(f"\n[bold]Kernels[/]  {_casts(found)}")
     if found.advice is not None:
         where = found.advice.gpu or "an unknown GPU: no gain predicted"
         screen.print(f"\n[bold]Recipes[/], gain over BF16 predicted for {escape(where)}, {_LAYER}")
@@ -158,12 +158,16 @@ def _casts(found: "Examination") -> str:
     from rich.markup import escape
 
     here = found.hardware is not None and found.hardware.fp8
-    how = "Triton kernels" if here else "plain PyTorch; the Triton kernels need a GPU with FP8"
+    triton = any(package.name == "triton" and package.version for package in found.packages)
+    how = "as Triton kernels" if here and triton else "as plain PyTorch"
+    if not here:
+        how += ", for the Triton kernels need a GPU with FP8"
     if all(test.outcome.ok for test in found.casts):
-        return f"{_OK}: {len(found.casts)} forms, equal to the oracle bit for bit ({how})"
+        names = ", ".join(test.name for test in found.casts)
+        return f"{_OK}: {names}: equal to the oracle, {how}"
     wrong = [test for test in found.casts if not test.outcome.ok]
     listed = "; ".join(f"{test.name}: {escape(test.outcome.detail)}" for test in wrong)
-    return f"{_BAD} ({how}): {listed}"
+    return f"{_BAD} {how}: {listed}"
 
 
 def _recipes(found: "Examination") -> Any:
@@ -215,7 +219,10 @@ def _verdict(found: "Examination") -> list[str]:
             "or newer."
         ]
     assert found.advice is not None
-    return list(found.advice.sentences)
+    lines = list(found.advice.sentences)
+    if found.driver and not found.cuda:
+        lines.append("There is an NVIDIA driver: a PyTorch that is built for CUDA can use the GPU.")
+    return lines
 
 
 def _pairs(rows: Iterable[tuple[str, str]]) -> Any:
