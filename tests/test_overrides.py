@@ -1,6 +1,7 @@
 """Overrides of single layers: each computes as if the whole model had its recipe."""
 
 import copy
+import dataclasses
 import json
 import pickle
 from pathlib import Path
@@ -12,6 +13,7 @@ from directories import run, write
 from torch import Tensor, nn
 
 import fp8patch
+from fp8patch import regions
 from fp8patch.errors import PlanError, RecipeError
 from fp8patch.plan import Plan, plan_model
 from fp8patch.recipe import Recipe
@@ -239,6 +241,25 @@ def test_a_region_with_other_overrides_is_refused() -> None:
         pytest.raises(RecipeError, match="overrides that the model was not converted with"),
     ):
         model(torch.randn(16, D))
+
+
+def test_a_gpu_without_rowwise_leaves_out_that_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ada: FP8 with one scale a tensor, and none a row."""
+    model = build(MIXED)
+    x = torch.randn(16, D)
+    with torch.autocast("cpu", torch.bfloat16):
+        stock = model(x)
+        with fp8patch.autocast(backend="emulate"):
+            region = regions.active()
+            assert region is not None
+            regions.set_region(dataclasses.replace(region, rowwise=False))
+            seen = dict(zip(LAYERS, zip(model(x), stock, strict=True), strict=True))
+            regions.set_region(region)
+    assert torch.equal(*seen["rowwise"])
+    assert not torch.equal(*seen["short"])
+    said = capsys.readouterr().err
+    assert "rowwise runs in its own precision: the recipe's override asks for rowwise" in said
+    assert "FP8 is off" not in said
 
 
 # -- plans ----------------------------------------------------------------------------------------

@@ -111,7 +111,14 @@ def report_obstacle(obstacle: str, module: Any, input: Tensor, region: regions.R
                 f"{path}: backend='fp8' was asked for with a rowwise recipe, but {lacks}. Convert "
                 "with the recipe 'delayed' or 'current', or use backend='emulate'."
             )
-        messages.once("no rowwise", f"FP8 is off: {lacks}; 'delayed' and 'current' run here.")
+        if module._fp8_bank.recipe.scaling == "rowwise":
+            messages.once("no rowwise", f"FP8 is off: {lacks}; 'delayed' and 'current' run here.")
+        else:
+            messages.once(
+                f"no rowwise {path}",
+                f"{path} runs in its own precision: the recipe's override asks for rowwise, and "
+                f"{lacks}.",
+            )
     elif obstacle == "device":
         if region.strict:
             raise HardwareError(
