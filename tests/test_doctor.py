@@ -212,7 +212,13 @@ def test_a_wrong_model_or_recipe_is_said_before_anything_runs(
         raise AssertionError("examined")
 
     monkeypatch.setattr(doctor_module, "examine", never)
-    for words in (["./nowhere"], [str(tmp_path)], ["--recipe", "delayde"]):
+    (tmp_path / "cut.json").write_text('{"model_type": "llama", "hidden_si')
+    (tmp_path / "unknown.json").write_text('{"model_type": "no_such_model"}')
+    (tmp_path / "bad.yaml").write_text("overrides: {a: {margin: 99}}")
+    (tmp_path / "weights.bin").write_bytes(b"\x80\x02" * 1000)
+    files = [[str(tmp_path / name)] for name in ("cut.json", "unknown.json", "weights.bin")]
+    wrong = [["./nowhere"], [str(tmp_path)], ["--recipe", "delayde"]]
+    for words in (*files, *wrong, ["--recipe", str(tmp_path / "bad.yaml")]):
         result = run("doctor", *words)
         assert (result.exit_code, result.stdout) == (1, "")
         assert result.stderr.startswith("fp8patch: error: ")
