@@ -29,6 +29,7 @@ _PUBLIC = {
     "enable": "fp8patch.inject",
     "invalidate": "fp8patch.inspection",
     "load": "fp8patch.checkpoint",
+    "measure_sqnr": "fp8patch.inspection",
     "metrics": "fp8patch.inspection",
     "plan_model": "fp8patch.plan",
     "revert_model": "fp8patch.convert",
@@ -54,6 +55,7 @@ __all__ = [
     "enable",
     "invalidate",
     "load",
+    "measure_sqnr",
     "metrics",
     "plan_model",
     "revert_model",
@@ -74,7 +76,7 @@ if TYPE_CHECKING:
         RecipeError,
     )
     from fp8patch.inject import enable
-    from fp8patch.inspection import invalidate, metrics
+    from fp8patch.inspection import invalidate, measure_sqnr, metrics
     from fp8patch.modules.conv1d import Float8Conv1D
     from fp8patch.modules.linear import Float8Linear
     from fp8patch.modules.norm import Float8LayerNorm, Float8RMSNorm

@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import resume_cases as cases
 import torch
 from torch import nn
 
 import fp8patch
+from fp8patch.errors import PlanError
 from fp8patch.slots import Slots
 
 
@@ -104,3 +106,73 @@ def test_invalidate_sees_a_weight_written_behind_an_optimizer() -> None:
     fp8patch.invalidate(model)
     with torch.no_grad(), fp8patch.autocast(backend="emulate"):
         assert not torch.allclose(model(input), before)
+
+
+# -- signal to noise ------------------------------------------------------------------------------
+
+
+def squared(model: Any, input: torch.Tensor) -> torch.Tensor:
+    """One step; the gradient that reached the model's output."""
+    with fp8patch.autocast(backend="emulate"):
+        output = model(input)
+    output.retain_grad()
+    output.square().sum().backward()
+    return output.grad  # type: ignore[no-any-return]
+
+
+def decibels(tensor: torch.Tensor, scale: float, dtype: torch.dtype) -> float:
+    """By numpy in FP64, and a cast that saturates by itself."""
+    x = tensor.detach().double().numpy()
+    largest = torch.finfo(dtype).max
+    cast = (tensor.detach().float() * scale).clamp(-largest, largest).to(dtype).double() / scale
+    return float(10 * np.log10((x**2).sum() / ((x - cast.numpy()) ** 2).sum()))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise"])
+def test_sqnr_is_that_of_the_tensors(recipe: str) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+    model = fp8patch.convert_model(layers, recipe, include=["*"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        squared(model, torch.randn(8, 16))
+        optimizer.step()
+    before = fp8patch.metrics(model)
+    input = 5 * torch.randn(8, 16)  # beyond what the delayed scale was made for
+    with fp8patch.measure_sqnr(model, "2") as found:
+        assert found == {}
+        grad = squared(model, input)
+    assert set(found) == {f"fp8/2/{role}/sqnr" for role in ("input", "weight", "grad_output")}
+    seen = fp8patch.metrics(model)
+    weight, e4m3, e5m2 = model[2].weight, torch.float8_e4m3fn, torch.float8_e5m2
+    if recipe == "rowwise":
+        rows = [decibels(w, 448 / w.abs().max().item(), e4m3) for w in weight]
+        assert min(rows) < found["fp8/2/weight/sqnr"] < max(rows)
+        assert found["fp8/2/grad_output/sqnr"] > 28
+        return
+    scale = 448 / weight.abs().max().item()
+    assert found["fp8/2/weight/sqnr"] == pytest.approx(decibels(weight, scale, e4m3), abs=0.01)
+    scale = 57344 / grad.abs().max().item()
+    if recipe == "delayed":
+        scale = seen["fp8/2/grad_output/scale"]
+        assert seen["fp8/2/grad_output/saturated"] > before["fp8/2/grad_output/saturated"]
+    assert found["fp8/2/grad_output/sqnr"] == pytest.approx(decibels(grad, scale, e5m2), abs=0.01)
+    with fp8patch.measure_sqnr(model, ["0"]) as found:
+        squared(model, input)
+    if recipe == "delayed":
+        wanted = decibels(input, fp8patch.metrics(model)["fp8/0/input/scale"], e4m3)
+        assert found["fp8/0/input/sqnr"] == pytest.approx(wanted, abs=0.01)
+        assert wanted < 15  # it clips
+    else:
+        assert found["fp8/0/input/sqnr"] > 25
+
+
+def test_sqnr_of_layers_that_are_none() -> None:
+    model = fp8patch.convert_model(nn.Sequential(nn.Linear(16, 16)), include=["*"])
+    with pytest.raises(PlanError, match="'1' matches none of the 1 converted modules"):
+        with fp8patch.measure_sqnr(model, "1"):
+            pass
+    with fp8patch.measure_sqnr(model) as found:
+        model(torch.randn(4, 16))  # outside a region: nothing is cast
+    assert found == {}
+    assert not model[0]._forward_hooks
