@@ -182,7 +182,7 @@ class History:
         return totals
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-safe; see the README for its keys."""
+        """JSON-safe; `inspect_run` tells its keys."""
         bank = self._bank
         slots = []
         for index, path in enumerate(bank.paths):

@@ -196,7 +196,7 @@ def check_lines(run: "Facts") -> None:
 
 
 def report(run: "Facts", state: str) -> dict[str, Any]:
-    """Everything, JSON-safe. `inspect_source` reads it, and the README tells its keys."""
+    """Everything, JSON-safe. `inspect_run` reads it, and tells what a history holds."""
     record = run.record
     steps = run.record.steps
     memory, what = record.peak_memory()

@@ -275,7 +275,7 @@ class Run:
     def _history(self, bank: Any) -> Any:
         from fp8patch.inject_history import History
 
-        return History(bank, self.options.log_every or 1)
+        return History(bank, self.options.log_every or (1 if self.options.report else 10))
 
     def _share(self, module: nn.Module) -> Model | None:
         """`module` holds converted modules: an evaluation, a copy, a wrapper made later."""

@@ -1,4 +1,19 @@
-"""A report of `fp8patch train`, read back as if somebody had edited it by hand. No torch."""
+"""A report of `fp8patch train`, read back as if somebody had edited it by hand. No torch.
+
+What a slot saw is in `models[i]["history"]`:
+
+    steps   [50, 100, …]        of each point, at most 128; evenly apart but for the last
+    ranks   [8, 8, …, 1]        how many ranks a point's counts are summed over
+    shared  {"…k_proj": "…q_proj"}   modules that read one tensor, whose input slot is the latter's
+    slots   [{"path", "role": "input" | "weight" | "grad_output",
+              "scaling", "format": "e4m3" | "e5m2", "limit": what amax is scaled to,
+              and one value a point of
+              "amax": the largest since the point before, null where it was not finite,
+              "scale": of the point's step, 0 where the tensor's own amax was used,
+              "saturated", "flushed", "non_finite", "seen": elements since the point before}, …]
+
+Elements that are recomputed in backward, or read by several layers, count each time: use ratios.
+"""
 
 import json
 from collections.abc import Mapping

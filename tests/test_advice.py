@@ -45,6 +45,9 @@ def test_a_failing_run_is_diagnosed_and_mended(
     first = lines.index("overrides:")
     last = lines.index("", first) if "" in lines[first:] else len(lines)
     mended.write_text("\n".join([f"base: delayed\n{field}", *lines[first:last]]) + "\n")
+    if case == "outlier":
+        shown = (Path(__file__).resolve().parent.parent / "README.md").read_text("utf-8")
+        assert "\n".join(f"  {line}" for line in lines[first:last]) in shown
     better = train(case, mended, tmp_path / "mended.json")
 
     # How far the block's weights end from where BF16 takes them.
