@@ -45,11 +45,11 @@ class Counted:
         return saw
 
     def _count(self, key: tuple[str, str], tensor: Tensor, slot: Any) -> None:
-        values = tensor.detach().float().numpy()
+        values = tensor.detach().float().cpu().numpy()
         finite = np.isfinite(values)
         largest = float(np.abs(values).max())
         dtype = FORMATS[key[1]]
-        scale = np.float32(slot.scale)
+        scale = np.float32(slot.scale.item())
         self.scales[key] = float(scale)
         if scale == 0:
             scale = np.float32(float(ml_dtypes.finfo(dtype).max)) / np.float32(largest)
