@@ -120,6 +120,8 @@ def one_curve(runner: Runner, family: str, mode: str, seed: int) -> dict[str, An
     if losses != json.loads(log.read_text())["losses"] or len(losses) != steps:
         raise RuntimeError(f"the report has {len(losses)} losses, which are not the script's")
     kept = ("execution", "device", "coverage", "ratios", "overhead", "peak_memory_bytes", "models")
+    # The history of every slot is a thousand times what the curves are.
+    models = [{k: v for k, v in model.items() if k != "history"} for model in found["models"]]
     return {
         "family": family,
         "mode": mode,
@@ -128,7 +130,7 @@ def one_curve(runner: Runner, family: str, mode: str, seed: int) -> dict[str, An
         "tiny": runner.args.tiny,
         "recipe": runner.args.recipe,
         "losses": [round(loss, 6) for loss in losses],
-        "report": {key: found[key] for key in kept},
+        "report": {key: found[key] for key in kept} | {"models": models},
         "lines": [line for line in output.splitlines() if line.startswith("fp8patch: ")],
     }
 

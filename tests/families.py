@@ -176,7 +176,7 @@ class Ends:
 def ends_of(fp8: list[float], bf16: list[list[float]]) -> Ends:
     ends = [statistics.fmean(losses[-LAST:]) for losses in bf16]
     first = statistics.fmean(bf16[0][:5])
-    return Ends(statistics.fmean(fp8[-LAST:]), ends, all(end < 0.9 * first for end in ends))
+    return Ends(statistics.fmean(fp8[-LAST:]), ends, all(end < 0.95 * first for end in ends))
 
 
 def losses_of(directory: Path) -> list[float]:
@@ -188,4 +188,4 @@ def losses_of(directory: Path) -> list[float]:
 
 
 def counts(report: dict[str, Any], expected: dict[str, float]) -> dict[str, float]:
-    return {key: report["coverage"][key] for key in expected}
+    return {key: round(report["coverage"][key], 3) for key in expected}
