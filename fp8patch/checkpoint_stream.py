@@ -23,7 +23,7 @@ from fp8patch.plan_types import NORM_KINDS
 from fp8patch.recipe import Recipe
 from fp8patch.slots import WEIGHT
 
-__all__ = ["ConvertedDirectory", "convert_directory", "revert_directory"]
+__all__ = ["ConvertedDirectory", "check_paths", "convert_directory", "revert_directory"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,8 @@ def convert_directory(
     """
     source, out = Path(source).expanduser(), Path(out).expanduser()
     recipe = Recipe.load(recipe)
-    _check_paths(source, out, force)
+    check_paths(source, out, force=force, purpose="FP8 training")
+    _say_patched(source)
     model = model_from_config(source)
     plan = plan_model(
         model,
@@ -161,15 +162,24 @@ def _require_directory(source: Path) -> None:
     )
 
 
-def _check_paths(source: Path, out: Path, force: bool) -> None:
+def check_paths(source: Path, out: Path, *, force: bool, purpose: str) -> None:
+    """Raise unless `source` holds a model that is not quantised, and `out` may be written from it.
+
+    Raises:
+        CheckpointError: No directory, or a target that `check_target` refuses.
+        ConversionError: The weights are quantised; `purpose` needs others, it says.
+    """
     _require_directory(source)
     config = source / "config.json"
     if config.is_file() and "quantization_config" in read_config(config):
         raise ConversionError(
             f"{source}: config.json has a quantization_config, so the weights are quantised "
-            "already. FP8 training needs the high-precision checkpoint."
+            f"already. {purpose} needs the high-precision checkpoint."
         )
     check_target(source, out, force=force)
+
+
+def _say_patched(source: Path) -> None:
     if has_sidecar(source):
         messages.note(
             f"{source} is patched already: planned anew from its weights. Its own scales and plan "

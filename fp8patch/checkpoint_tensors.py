@@ -20,7 +20,28 @@ from fp8patch.checkpoint_sidecar import fingerprint
 from fp8patch.errors import CheckpointError
 from fp8patch.messages import one_line
 
-__all__ = ["StoredTensors", "open_tensors"]
+__all__ = ["DTYPES", "StoredTensors", "open_tensors"]
+
+# What safetensors calls a dtype. Others exist (of four and six bits), and are no model's weights.
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
 
 PIECE_BYTES = 16 << 20
 _REOPEN_BYTES = 512 << 20
@@ -43,15 +64,27 @@ class StoredTensors:
         """The shape of every tensor, by name."""
         return {key: file.shapes[key] for key, file in self._file.items()}
 
-    def pieces(self, key: str) -> Iterator[Tensor]:
+    def dtype(self, key: str) -> str:
+        """The dtype of a tensor, as `DTYPES` has it; another text for what is not in there."""
+        return self._file[key].dtypes[key]
+
+    def by_file(self) -> dict[Path, list[str]]:
+        """{file: names of the tensors that are read from it}."""
+        found: dict[Path, list[str]] = {path: [] for path in self.files}
+        for key, file in self._file.items():
+            found[file.path].append(key)
+        return found
+
+    def pieces(self, key: str, multiple: int = 1) -> Iterator[Tensor]:
         """The tensor in groups of rows of about `PIECE_BYTES`, top to bottom, in its own dtype.
 
-        Drop each piece before the next one is taken.
+        Each group but the last has a multiple of `multiple` rows. Drop each piece before the next
+        one is taken.
 
         Raises:
             CheckpointError: The file cannot be read.
         """
-        return self._file[key].pieces(key)
+        return self._file[key].pieces(key, multiple)
 
     def fingerprint(self, key: str) -> str:
         """`checkpoint_sidecar.fingerprint` of the tensor, of which a few rows are read."""
@@ -124,11 +157,13 @@ class _SafetensorsFile:
         self.path = path
         try:
             with safe_open(path, "pt") as file:
-                self.shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
+                slices = {key: file.get_slice(key) for key in file.keys()}
+                self.shapes = {key: tuple(part.get_shape()) for key, part in slices.items()}
+                self.dtypes = {key: str(part.get_dtype()) for key, part in slices.items()}
         except (SafetensorError, OSError) as error:
             raise _corrupt(path, error) from None
 
-    def pieces(self, key: str) -> Iterator[Tensor]:
+    def pieces(self, key: str, multiple: int) -> Iterator[Tensor]:
         start, shape = 0, self.shapes[key]
         rows = 1
         while start < (shape[0] if shape else 1):
@@ -138,7 +173,7 @@ class _SafetensorsFile:
                         piece = file.get_tensor(key)
                     else:
                         if start == 0:
-                            rows = _rows_a_piece(file.get_slice(key)[:1])
+                            rows = _rows_a_piece(file.get_slice(key)[:1], multiple)
                         piece = file.get_slice(key)[start : start + rows]
             except (SafetensorError, OSError) as error:
                 raise _corrupt(self.path, error) from None
@@ -159,15 +194,18 @@ class _TorchFile:
         self.path = path
         self._touched = 0
         self._opened: dict[str, Tensor] | None = None
-        self.shapes = {key: tuple(value.shape) for key, value in self._tensors().items()}
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        tensors = self._tensors()
+        self.shapes = {key: tuple(value.shape) for key, value in tensors.items()}
+        self.dtypes = {key: names.get(v.dtype, str(v.dtype)) for key, v in tensors.items()}
 
-    def pieces(self, key: str) -> Iterator[Tensor]:
+    def pieces(self, key: str, multiple: int) -> Iterator[Tensor]:
         start, shape = 0, self.shapes[key]
         rows = 1
         while start < (shape[0] if shape else 1):
             tensor = self._tensors()[key]
             if start == 0 and shape:
-                rows = _rows_a_piece(tensor[:1])
+                rows = _rows_a_piece(tensor[:1], multiple)
             piece = tensor[start : start + rows] if shape else tensor
             del tensor
             self._touched += piece.nbytes
@@ -209,5 +247,6 @@ def _load(path: Path) -> dict[str, Tensor]:
     return {key: value for key, value in values.items() if isinstance(value, Tensor)}
 
 
-def _rows_a_piece(row: Tensor) -> int:
-    return max(1, PIECE_BYTES // max(1, row.nbytes))
+def _rows_a_piece(row: Tensor, multiple: int) -> int:
+    rows = PIECE_BYTES // max(1, row.nbytes)
+    return max(1, rows // multiple) * multiple

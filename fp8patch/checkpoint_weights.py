@@ -15,7 +15,7 @@ from fp8patch.plan import Decision
 from fp8patch.recipe import Recipe
 from fp8patch.slots import WEIGHT, SlotState, limit
 
-__all__ = ["WeightScan", "scan_weights", "weight_state"]
+__all__ = ["WeightScan", "check_shape", "scan_weights", "stored_names", "weight_state"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -58,7 +58,7 @@ def scan_weights(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     shapes = stored.shapes()
-    keys = _stored_names(model, shapes)
+    keys = stored_names(model, shapes)
     for done, decision in enumerate(decisions, start=1):
         path = decision.path
         weight = model.get_parameter(f"{path}.weight" if path else "weight")
@@ -66,7 +66,7 @@ def scan_weights(
         if key is None:
             scan.not_found.append(path)
         else:
-            _check_shape(key, shapes[key], weight)
+            check_shape(key, shapes[key], weight)
             amax = _amax(key, stored)
             state = weight_state(amax, recipe_of(decision))
             scan.fingerprints[path] = stored.fingerprint(key)
@@ -94,7 +94,7 @@ def weight_state(amax: Tensor, recipe: Recipe) -> SlotState | None:
     )
 
 
-def _stored_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
+def stored_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
     """{name in `model`: key under which exactly this tensor is stored}.
 
     Old checkpoints go by old names, and `save_pretrained` writes the old ones: transformers has a
@@ -129,7 +129,8 @@ def _stored_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
         }
 
 
-def _check_shape(key: str, shape: tuple[int, ...], weight: Tensor) -> None:
+def check_shape(key: str, shape: tuple[int, ...], weight: Tensor) -> None:
+    """Raise CheckpointError unless `weight`, of the model in config.json, is stored as `shape`."""
     if shape != tuple(weight.shape):
         raise CheckpointError(
             f"{key} is stored as {list(shape)}, and config.json makes it {list(weight.shape)}: the "

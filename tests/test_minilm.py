@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from exported import export, load, needs_compressed_tensors
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -152,6 +153,28 @@ def test_embeddings_and_the_converted_directory(directory: Path, tmp_path: Path)
     plain, info = transformers.AutoModel.from_pretrained(out, output_loading_info=True)
     assert not any(info.values())
     assert torch.equal(embeddings(plain, tokens, "fp32"), stock)
+
+
+@pytest.mark.parametrize(
+    ("form", "mean", "least"),
+    [
+        pytest.param("compressed-tensors", 0.997, 0.994, marks=needs_compressed_tensors),
+        # transformers turns the blocks back into FP32 on a CPU, so that only weights are rounded.
+        ("hf-fp8", 0.998, 0.996),
+        ("torchao", 0.997, 0.994),
+    ],
+)
+def test_exported_for_serving(
+    directory: Path, tmp_path: Path, form: str, mean: float, least: float
+) -> None:
+    """Loaded by the library that owns the format; the two others round the activations too."""
+    tokens = tokenize(directory, SENTENCES, 64)
+    stock = embeddings(transformers.AutoModel.from_pretrained(directory), tokens, "fp32")
+    assert len(export(directory, tmp_path / "out", "--format", form)["exported"]) == 37
+    served = load(tmp_path / "out", transformers.AutoModel)
+    close = cosines(embeddings(served, tokens, "fp32"), stock)
+    assert mean < float(close.mean()) < 0.9995
+    assert float(close.min()) > least
 
 
 def test_similar_sentences_stay_similar(directory: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 import typer
+from exported import write_llama
 from injected import train
 from typer.testing import CliRunner
 
@@ -46,13 +47,14 @@ def shell_lines() -> list[str]:
 
 @pytest.fixture
 def my_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory that holds README's `my-model`, a tiny GPT-2."""
+    """A working directory that holds README's `my-model`, a tiny GPT-2, and `my-llama`."""
     config = transformers.GPT2Config(
         vocab_size=512, n_embd=64, n_layer=2, n_head=4, n_positions=64,
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "my-model")
+    write_llama(tmp_path / "my-llama")
     (tmp_path / "train.py").write_text(TRAIN)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -81,7 +83,7 @@ def test_the_recipe_is_one(tmp_path: Path) -> None:
 
 
 def test_the_commands_run(my_model: Path) -> None:
-    """In README's order; what README prints of `convert` is what comes out."""
+    """In README's order; what README prints of `convert` and `export` is what comes out."""
     printed = {}
     for line in shell_lines():
         if line.startswith("fp8patch ") and line.split()[1] not in AFTER_A_RUN:
@@ -89,11 +91,13 @@ def test_the_commands_run(my_model: Path) -> None:
             result = CliRunner().invoke(cli.app, words)
             assert result.exit_code == 0, f"{line}: {result.output}"
             printed[words[0]] = result.stdout
-    assert set(printed) == {"plan", "convert", "revert"}
+    assert set(printed) == {"plan", "convert", "revert", "export"}
     weights = [my_model / name / "model.safetensors" for name in ("my-model", "my-model-plain")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     shown = [body for body in blocks("text") if body.startswith("GPT2LMHeadModel")]
     assert shown == [printed["convert"]]
+    (shown,) = [body for body in blocks("text") if "(compressed-tensors)" in body]
+    assert shown.splitlines() == [line.rstrip() for line in printed["export"].splitlines()]
 
 
 def test_the_plan_shown_is_that_of_the_command_shown(

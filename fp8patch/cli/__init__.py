@@ -41,6 +41,7 @@ COMMANDS: dict[str, str] = {
     "report": "One page of a run: loss, step time, every layer over time.",
     "convert": "Write a patched checkpoint: the same weights, plus FP8 scales beside them.",
     "revert": "Write the plain checkpoint again.",
+    "export": "Write an FP8 checkpoint that vLLM, SGLang and transformers load.",
     "recipes": "The built-in recipes, with what each needs and costs; shown, and files checked.",
 }
 

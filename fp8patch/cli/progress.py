@@ -10,7 +10,12 @@ from fp8patch.cli.output import progress_console
 
 __all__ = ["progress_bar"]
 
-_TITLES = {"copy": "copying files", "weights": "weight scales", "calibrate": "calibrating"}
+_TITLES = {
+    "copy": "copying files",
+    "weights": "weight scales",
+    "calibrate": "calibrating",
+    "export": "quantising",
+}
 
 
 @contextmanager
