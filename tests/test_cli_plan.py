@@ -209,6 +209,12 @@ def test_patterns_reach_the_plan(llama: Path) -> None:
     assert lines["model.layers.*.self_attn.q_proj"].split()[-1] == "not_selected"
 
 
+def test_a_pattern_is_shown_as_it_was_given(llama: Path) -> None:
+    """Not as markup, in which [u] is the beginning of an underlined text."""
+    result = run("plan", llama, "--skip", "*.[u]p_proj")
+    assert 'skipped by the pattern "*.[u]p_proj"' in result.stdout
+
+
 def test_a_norm_is_not_said_to_run_in_fp8(tmp_path: Path) -> None:
     values = transformers.GPT2Config(n_layer=2, architectures=["GPT2LMHeadModel"]).to_dict()
     (tmp_path / "config.json").write_text(json.dumps(values))

@@ -102,6 +102,8 @@ def make_plan(
 
 def show(plan: "Plan", screen: "Console", *, gpu: str, every: bool = False) -> None:
     """Print `plan` as a table: a row for each group of repeated modules, or for each module."""
+    from rich.markup import escape
+
     from fp8patch.cli.output import count
 
     screen.print(
@@ -111,7 +113,7 @@ def show(plan: "Plan", screen: "Console", *, gpu: str, every: bool = False) -> N
     screen.print(_table(_rows(plan, every), screen.width))
     screen.print()
     for code, reason, times in _reasons(plan):
-        screen.print(f"[yellow]{code}[/] ({times}): {reason}")
+        screen.print(f"[yellow]{code}[/] ({times}): {escape(reason)}")
     for line in _overrides(plan):
         screen.print(line, markup=False)
     for line in foot(plan):
