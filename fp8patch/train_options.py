@@ -42,7 +42,8 @@ class TrainOptions:
         roots: Globs over class names of models to convert besides what trains.
         compat: Supply names that scripts of other library versions expect.
         report: Absolute path of the JSON report, or None.
-        log_every: Say a line every so many steps; 0 says none.
+        log_every: Say a line, and read every slot, each so many steps. 0 says none; slots are then
+            read at every step, and less often as the run goes on.
         check: Stop after the third step, with plan, coverage and step times.
         sets_bf16: The parent set ACCELERATE_MIXED_PRECISION=bf16, which the user had not: a process
             in which `auto` becomes `off` takes it out again, before Accelerate reads it.

@@ -16,11 +16,15 @@ from safetensors.torch import load_file, save_file
 
 import fp8patch
 from fp8patch import inspect_source
+from fp8patch.checkpoint_sidecar import BankMeta, write_sidecar
 from fp8patch.cli.inspect_view import sparkline
 from fp8patch.inspect_advice import advise, overrides, recipe_line, recipe_lines
 from fp8patch.inspect_run import slots_of
 from fp8patch.inspect_slots import Layer, SlotPoints, layers_of
+from fp8patch.plan_types import Decision, Plan
+from fp8patch.recipe import Recipe
 from fp8patch.recipe_yaml import read_yaml
+from fp8patch.slots import SlotState
 
 POINTS = 20
 
@@ -437,16 +441,53 @@ def large_report(path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
-def test_the_report_of_a_70b_model_is_read_in_little_memory(tmp_path: Path) -> None:
-    path = large_report(tmp_path / "run.json")
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK, "inspect", path], capture_output=True, text=True, check=False
+def large_folder(path: Path) -> Path:
+    """The sidecar of such a model, with a whole history of amax."""
+    names = [f"self_attn.{n}_proj" for n in "qkvo"]
+    names += [f"mlp.{n}_proj" for n in ("gate", "up", "down")]
+    shape = {"out_features": 8192, "in_features": 8192, "params": 2**26}
+    decisions = tuple(
+        Decision(
+            path=f"model.layers.{i}.{name}",
+            kind="linear",
+            action="convert",
+            code="ok",
+            reason="runs in FP8",
+            class_name="Linear",
+            flops_share=1 / 560,
+            param_share=1 / 560,
+            gain=None,
+            **shape,
+        )
+        for i in range(80)
+        for name in names
     )
-    assert done.returncode == 0, done.stderr
-    assert "and 540 layers of less risk" in done.stdout
-    assert int(done.stdout.splitlines()[-1]) < 1.5e9
-    assert path.stat().st_size < 20e6
+    plan = Plan(recipe=Recipe(), decisions=decisions, tokens=4096, gpu=None, model="Llama")
+    seen = SlotState(
+        torch.rand(1024) + 0.5, torch.tensor(300.0), torch.zeros(()), torch.tensor([3, 5, 0, 99])
+    )
+    state = {(d.path, role): seen for d in decisions for role in range(3)}
+    path.mkdir()
+    write_sidecar(path, plan.to_dict(), BankMeta(observed=True), state, {})
+    return path
+
+
+@pytest.mark.slow
+def test_a_70b_model_takes_little_memory(tmp_path: Path) -> None:
+    file, folder = large_report(tmp_path / "run.json"), large_folder(tmp_path / "folder")
+    for words in (["inspect", file], ["inspect", folder], ["report", file, "-o", "page.html"]):
+        done = subprocess.run(
+            [sys.executable, "-c", PEAK, *words],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stderr
+        said = "Wrote page.html" if words[0] == "report" else "and 540 layers of less risk"
+        assert said in done.stdout
+        assert int(done.stdout.splitlines()[-1]) < 1.5e9
+    assert file.stat().st_size < 20e6
 
 
 def test_layers_without_slots_do_not_exist() -> None:

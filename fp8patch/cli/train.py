@@ -78,7 +78,8 @@ def train(
         Path | None, typer.Option(help="Write the summary as JSON, refreshed as the run goes on.")
     ] = None,
     log_every: Annotated[
-        int, typer.Option(min=0, help="Say a line every so many steps; 0 says none.")
+        int,
+        typer.Option(min=0, help="Say a line, and read every slot, each N steps; 0 says none."),
     ] = 0,
     check: Annotated[
         bool, typer.Option("--check", help="Stop after the third step, and say what it would do.")
