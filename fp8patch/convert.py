@@ -16,6 +16,7 @@ from torch import nn
 from fp8patch.checkpoint_hooks import install
 from fp8patch.errors import ConversionError
 from fp8patch.modules import linear, norm  # noqa: F401  (linear: registers its class)
+from fp8patch.modules.aligned import AlignedLinear
 from fp8patch.modules.base import Float8Module, attach, detach, float8_class
 from fp8patch.modules.norm_forms import NormForm, NormProbe
 from fp8patch.plan import Decision, Plan, plan_model, stock_class
@@ -77,10 +78,14 @@ def convert_model(
     bank = Bank(plan.recipe, [d.path for d in gemms], norms, layers)
     # All found before one is changed: a plan for another model leaves this one as it is.
     modules = [_submodule(model, decision) for decision in decisions]
+    heads = [_submodule(model, d) for d in plan.decisions if gemms and d.aligned_to is not None]
     probe = NormProbe()
     forms = [_form(d, module, probe) for d, module in zip(decisions, modules, strict=True)]
     for decision, module, form in zip(decisions, modules, forms, strict=True):
         _convert(module, decision.path, bank, extra_state, form)
+    for head in heads:
+        head.__class__ = AlignedLinear
+        _rebind_forward(head, nn.Linear)
     model.__dict__["_fp8_plan"] = plan
     install()
     parts: list[nn.Module] = [model, *_converted_children(model)]
@@ -99,7 +104,7 @@ def revert_model(model: _Model) -> _Model:
     """
     for path, module in model.named_modules():
         base = getattr(type(module), "_fp8_base", None)
-        if base is not None and type(module) is not float8_class(base):
+        if base is not None and type(module) not in (AlignedLinear, float8_class(base)):
             raise ConversionError(
                 f"{path or 'the model'} is a {type(module).__name__}: its class was changed after "
                 "conversion (parametrized, or sharded). Undo that first, then revert."
@@ -236,6 +241,6 @@ def _rebind_forward(module: Any, was: Any) -> None:
 
 
 def _converted_children(model: nn.Module) -> list[nn.Module]:
-    ours = Float8Module, norm.Float8Norm
+    ours = Float8Module, norm.Float8Norm, AlignedLinear
     children = [child for child in model.children() if not isinstance(child, ours)]
     return [child for child in children if is_converted(child) and type(child) is not nn.ModuleList]

@@ -175,7 +175,8 @@ def _saw(module: Any, args: Any, kwargs: Any, output: Any) -> None:
         "dgrad": trains and (input.requires_grad or not grads),
         "wgrad": trains and (weight is None or bool(weight.requires_grad)),
     }
-    ran = _ran(module, input) if hasattr(type(module), "_fp8_base") else dict.fromkeys(parts, False)
+    ours = "_fp8_bank" in vars(module)
+    ran = _ran(module, input) if ours else dict.fromkeys(parts, False)
     entry.calls += 1
     entry.fp8_calls += any(ran.values())
     entry.flops += one * sum(parts.values())

@@ -8,6 +8,7 @@ projection, each taken to be called once per forward, and for as many experts as
 The products inside attention are not in it, nor are layers that a model calls twice.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -194,7 +195,7 @@ class _Shares:
         fresh = [p for p in candidate.parameters if id(p) not in self._counted]
         self._counted.update(id(p) for p in fresh)
         own = sum(_numel(p) for p in fresh)
-        return Decision(
+        decision = Decision(
             path=candidate.path,
             kind=candidate.kind,
             action=verdict.action,
@@ -209,6 +210,10 @@ class _Shares:
             class_name=candidate.stock.__name__,
             overrides=overrides,
         )
+        if (rows := decision.aligned_to) is None:
+            return decision
+        aligned = f"{decision.reason}; its BF16 GEMM runs on a copy padded to {rows} rows"
+        return dataclasses.replace(decision, reason=aligned)
 
 
 def _numel(parameter: torch.Tensor) -> int:

@@ -1,0 +1,140 @@
+"""Misaligned output heads: which ones, that nothing else of them changes, and their arithmetic."""
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fp8patch
+from fp8patch.modules import aligned
+from fp8patch.modules.aligned import AlignedGemms, AlignedLinear
+from fp8patch.numerics import sqnr
+
+
+class Model(nn.Module):
+    """A head over `vocabulary` words, tied to the embedding or not."""
+
+    def __init__(self, vocabulary: int = 1027, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, 32)
+        self.up = nn.Linear(32, 32)
+        self.lm_head = nn.Linear(32, vocabulary, bias=not tied)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.lm_head(torch.relu(self.up(self.embed(ids))))
+        return output
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
+def test_a_misaligned_head_changes_class_and_nothing_else(tied: bool) -> None:
+    torch.manual_seed(0)
+    model = Model(tied=tied)
+    before = dict(model.named_parameters())
+    stock = copy.deepcopy(model)
+    plan = fp8patch.plan_model(model, include=("up",))
+    head = next(d for d in plan.decisions if d.path == "lm_head")
+    assert (head.action, head.aligned_to) == ("skip", 1032)
+    assert head.reason.endswith("its BF16 GEMM runs on a copy padded to 1032 rows")
+    fp8patch.convert_model(model, plan)
+    assert type(model.lm_head) is AlignedLinear
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(after[name] is before[name] for name in before)
+    ids = torch.randint(0, 1027, (2, 8))
+    assert torch.equal(model(ids), stock(ids))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(twin.lm_head) is AlignedLinear
+    fp8patch.revert_model(model)
+    assert type(model.lm_head) is nn.Linear
+
+
+@pytest.mark.parametrize("vocabulary", [1024, 1032, 51], ids=["aligned", "by eight", "small"])
+def test_other_heads_stay_as_they_are(vocabulary: int) -> None:
+    model = fp8patch.convert_model(Model(vocabulary), include=("up",))
+    assert type(model.lm_head) is nn.Linear
+
+
+def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
+    model = fp8patch.convert_model(Model(), include=("up",))
+    fp8patch.save(model, tmp_path / "saved")
+    loaded = fp8patch.load(tmp_path / "saved", model=Model())
+    assert type(loaded.lm_head) is AlignedLinear
+
+
+def gemms(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, grad: torch.Tensor
+) -> list[torch.Tensor]:
+    """Output and gradients by AlignedGemms."""
+    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    extra = None if bias is None else bias.clone().requires_grad_()
+    output = AlignedGemms.apply(*leaves, extra, torch.bfloat16)  # type: ignore[no-untyped-call]
+    assert output.is_contiguous()
+    assert output._base is None
+    output.backward(grad)
+    grads = [leaf.grad for leaf in (*leaves, *([] if extra is None else [extra]))]
+    assert all(g is not None for g in grads)
+    return [output.detach(), *(g for g in grads if g is not None)]
+
+
+def wanted(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, grad: torch.Tensor
+) -> list[torch.Tensor]:
+    """The same in FP64, from operands in BF16."""
+    rows, columns, g = (t.bfloat16().double() for t in (x, weight, grad))
+    output = rows @ columns.t()
+    if bias is None:
+        return [output, g @ columns, g.t() @ rows]
+    return [output + bias.bfloat16().double(), g @ columns, g.t() @ rows, g.sum(0)]
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "bare"])
+@pytest.mark.parametrize("n", [1027, 1025, 1031])
+def test_arithmetic(n: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(n)
+    x, weight, b, grad = (
+        torch.randn(shape, generator=generator) for shape in ((40, 32), (n, 32), (n,), (40, n))
+    )
+    b_ = b if bias else None
+    grad = grad.bfloat16()
+    reference = wanted(x, weight, b_, grad)
+    for got, want in zip(gemms(x, weight, b_, grad), reference, strict=True):
+        assert got.shape == want.shape
+        assert sqnr(want, got.double()) > 50
+    # The padding must be zeros: what an empty tensor happens to hold would come into dgrad.
+    real = aligned._pad_rows
+
+    def dirty(weight: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
+        padded = real(weight, rows, dtype)
+        padded[weight.shape[0] :] = torch.nan
+        return padded
+
+    monkeypatch.setattr(aligned, "_pad_rows", dirty)
+    assert gemms(x, weight, b_, grad)[1].isnan().any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "bare"])
+def test_it_is_the_stock_head_in_bf16(bias: bool) -> None:
+    torch.manual_seed(0)
+    stock = nn.Linear(64, 5003, bias=bias, device="cuda")
+    ours = copy.deepcopy(stock)
+    ours.__class__ = AlignedLinear
+    x = torch.randn(4, 128, 64, device="cuda")
+    results = []
+    for head in (stock, ours):
+        given = x.clone().requires_grad_()
+        with torch.autocast("cuda", torch.bfloat16), fp8patch.autocast(backend="fp8"):
+            output = head(given)
+        assert output.dtype == torch.bfloat16
+        assert output.is_contiguous()
+        output.float().pow(2).mean().backward()
+        results.append([output, given.grad, *(p.grad for p in head.parameters())])
+    for a, b in zip(*results, strict=True):
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
+        assert sqnr(a.double(), b.double()) > 45
