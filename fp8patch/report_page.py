@@ -252,7 +252,8 @@ def _command(values: Any, options: Any) -> str:
         words += [f'--{name} "{pattern}"' for pattern in options.get(name, ())]
     if options.get("tokens"):
         words.append(f"--tokens {options['tokens']}")
-    words += [f"--{name}" for name in ("compat", "compile") if options.get(name) is True]
+    flags = [name for name in ("compat", "compile", "cuda_graphs") if options.get(name) is True]
+    words += ["--" + name.replace("_", "-") for name in flags]
     if values["world_size"] > 1:
         words.append(f"--nproc {values['world_size']}")
     return " ".join([*words, "SCRIPT …"])
