@@ -18,8 +18,9 @@ from safetensors import SafetensorError
 from torch import nn
 
 from fp8patch import messages
-from fp8patch.checkpoint_files import abandoned, made, workspace
+from fp8patch.checkpoint_files import made
 from fp8patch.checkpoint_hooks import install, stock_keys
+from fp8patch.checkpoint_ranks import for_this_rank
 from fp8patch.checkpoint_sidecar import (
     FORMAT_VERSION,
     SIDECAR,
@@ -28,7 +29,6 @@ from fp8patch.checkpoint_sidecar import (
     has_sidecar,
     read_sidecar,
     remove_sidecar,
-    write_error,
 )
 from fp8patch.checkpoint_skeleton import read_config
 from fp8patch.checkpoint_state import (
@@ -39,6 +39,7 @@ from fp8patch.checkpoint_state import (
     stored_plan,
     unwrap,
 )
+from fp8patch.checkpoint_workspace import abandoned, workspace, write_error
 from fp8patch.convert import convert_model
 from fp8patch.errors import CheckpointError
 from fp8patch.hardware import Backend, detect, resolve_backend
@@ -75,7 +76,7 @@ def save(model: nn.Module, directory: str | Path) -> None:
             with stock_keys(inner):
                 safetensors.torch.save_model(inner, str(staged / _WEIGHTS), {"format": "pt"})
         # Other libraries' save_pretrained does not know us.
-        complete = has_sidecar(staged) or save_beside(inner, staged)
+        complete = has_sidecar(staged) or save_beside(inner, staged, first=True)
     if not complete:
         remove_sidecar(target)
         messages.note(f"{target}: the model is not converted, so it was saved as a plain one.")
@@ -145,7 +146,7 @@ def load(
     """
     install()
     source = Path(directory).expanduser()
-    sidecar = read_sidecar(source)
+    sidecar = for_this_rank(read_sidecar(source))
     plan = stored_plan(sidecar)
     rowwise = plan.recipe.scaling == "rowwise"
     execution = resolve_backend(backend, detect(device), fallback="emulate", rowwise=rowwise)

@@ -1,15 +1,11 @@
 """Write a directory that appears whole or not at all, and copy one into it.
 
-The work happens in a hidden directory, which is renamed when it is complete (`staging`, in a
-sibling `.NAME.fp8patch-new-…`), or whose files are moved then (`save`, in one inside its target).
-Its owner holds a lock on it, which the kernel drops when the process dies in whatever way: what is
-left of a killed process is unlocked, and removed by the next one that writes there. A process id
-would not do: on a shared filesystem the owner may live on another host, or in another container.
+The work happens in a hidden, locked directory (checkpoint_workspace.py), which is renamed when it
+is complete: `staging`, in a sibling `.NAME.fp8patch-new-…`.
 """
 
 import fcntl
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -17,18 +13,24 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fp8patch import messages
-from fp8patch.checkpoint_sidecar import SIDECAR, why, write_error
+from fp8patch.checkpoint_sidecar import SIDECAR
+from fp8patch.checkpoint_workspace import (
+    abandoned,
+    locked,
+    unique,
+    why,
+    workspace,
+    write_error,
+)
 from fp8patch.errors import CheckpointError
 
 __all__ = [
     "Progress",
-    "abandoned",
     "check_target",
     "copy_tree",
     "files_below",
     "made",
     "staging",
-    "workspace",
 ]
 
 # (stage, done, total): bytes for "copy", tensors for "weights", texts for "calibrate".
@@ -85,35 +87,6 @@ def staging(out: Path, *, force: bool) -> Iterator[Path]:
                 _publish(work, out, force)
     except OSError as error:
         raise write_error(out, error) from None
-
-
-@contextmanager
-def workspace(parent: Path, prefix: str) -> Iterator[Path]:
-    """A new empty directory `parent/prefix…`, locked; removed when the block ends, if still there.
-
-    Raises:
-        OSError: It cannot be made.
-    """
-    work, lock = _locked_directory(parent, prefix)
-    try:
-        yield work
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-        if lock >= 0:
-            os.close(lock)
-
-
-def abandoned(parent: Path, prefix: str) -> Iterator[Path]:
-    """The directories `parent/prefix…` whose owners are dead, each locked while it is the current
-    one. Where there are no locks, none: whether an owner lives cannot be told there."""
-    for path in [path for path in parent.iterdir() if path.name.startswith(prefix)]:
-        lock = _lock(path)
-        if lock is None:
-            continue
-        try:
-            yield path
-        finally:
-            os.close(lock)
 
 
 @contextmanager
@@ -219,38 +192,6 @@ def _prefix(out: Path) -> str:
     return f".{out.name}.fp8patch-"
 
 
-def _unique(parent: Path, prefix: str) -> Path:
-    return parent / f"{prefix}{secrets.token_hex(4)}"
-
-
-def _lock(directory: Path) -> int | None:
-    """A descriptor that holds the lock on `directory`; None where another process does, or where
-    the filesystem has no locks."""
-    try:
-        descriptor = os.open(directory, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Whoever swept it between our two calls had it locked, and has it removed by now.
-        if os.stat(directory).st_ino == os.fstat(descriptor).st_ino:
-            return descriptor
-    except OSError:
-        pass
-    os.close(descriptor)
-    return None
-
-
-def _locked_directory(parent: Path, prefix: str) -> tuple[Path, int]:
-    """An empty directory, and its lock (-1 where there are no locks: never swept then)."""
-    work = _unique(parent, prefix)
-    work.mkdir()  # not mkdtemp, whose 0700 would be the mode of what it becomes for good
-    lock = _lock(work)
-    if lock is None and not work.exists():
-        return _locked_directory(parent, prefix)
-    return work, -1 if lock is None else lock
-
-
 def _exists(out: Path) -> CheckpointError:
     return CheckpointError(
         f"{out}: exists already. Name another, or replace it with --force (in Python: force=True), "
@@ -276,8 +217,8 @@ def _publish(work: Path, out: Path, force: bool) -> None:
     if not (force and out.exists()):
         os.rename(work, out)  # fails where somebody else has filled `out` by now
         return
-    old = _unique(out.parent, f"{_prefix(out)}old-")
-    lock = _lock(out)  # it goes along when `out` is renamed
+    old = unique(out.parent, f"{_prefix(out)}old-")
+    lock = locked(out)  # it goes along when `out` is renamed
     try:
         os.rename(out, old)
         try:

@@ -16,6 +16,7 @@ import wrapt
 from torch import nn
 
 from fp8patch import messages
+from fp8patch.checkpoint_ranks import place
 from fp8patch.checkpoint_state import restore_from, save_beside
 from fp8patch.modules.base import Float8Module
 
@@ -71,14 +72,15 @@ def _save_pretrained(original: Any, model: Any, *args: Any, **kwargs: Any) -> An
         call.arguments["state_dict"] = _without_extra(model, state_dict)
     with stock_keys(model):
         result = original(*call.args, **call.kwargs)
-    if call.arguments.get("is_main_process", True):
-        directory = call.arguments["save_directory"]
-        beside = save_beside(model, directory)
-        if beside and (call.arguments.get("push_to_hub") or kwargs.get("push_to_hub")):
-            messages.note(
-                f"{directory}: what was pushed to the hub are the weights; fp8patch.json and "
-                "fp8patch_state.safetensors are in the directory, and not uploaded."
-            )
+    directory, main = call.arguments["save_directory"], call.arguments.get("is_main_process", True)
+    if not main and place()[0] == 0:
+        return result
+    beside = save_beside(model, directory)
+    if main and beside and (call.arguments.get("push_to_hub") or kwargs.get("push_to_hub")):
+        messages.note(
+            f"{directory}: what was pushed to the hub are the weights; fp8patch.json and "
+            "fp8patch_state.safetensors are in the directory, and not uploaded."
+        )
     return result
 
 
@@ -109,8 +111,9 @@ def _save_model(original: Any, trainer: Any, output_dir: Any = None, *args: Any,
     # A model of transformers or peft has just been saved by its own save_pretrained, but for the
     # shards that FSDP writes.
     by_itself = hasattr(trainer.model, "save_pretrained") and not trainer.is_fsdp_enabled
-    if trainer.args.should_save and not by_itself:
-        save_beside(trainer.model, output_dir or trainer.args.output_dir)
+    first = trainer.args.should_save
+    if not (by_itself and first and place()[0] == 0):
+        save_beside(trainer.model, output_dir or trainer.args.output_dir, first=first)
     return result
 
 
@@ -142,9 +145,9 @@ def _save_state(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> A
     finally:
         hook.remove()
     each_node = accelerator.project_configuration.save_on_each_node
-    if accelerator.is_main_process or (each_node and accelerator.is_local_main_process):
-        for index, model in enumerate(accelerator._models):
-            save_beside(model, directories[0], index=index)
+    first = accelerator.is_main_process or (each_node and accelerator.is_local_main_process)
+    for index, model in enumerate(accelerator._models):
+        save_beside(model, directories[0], index=index, first=first)
     return result
 
 

@@ -8,10 +8,9 @@ Both files are written under a temporary name and renamed when both are complete
 digest of the state, so that a mixture of two saves is found out.
 """
 
-import errno
 import hashlib
 import json
-import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -31,6 +30,7 @@ from fp8patch.checkpoint_checks import (
     text,
     texts,
 )
+from fp8patch.checkpoint_workspace import replace_together
 from fp8patch.errors import CheckpointError
 from fp8patch.slots import ROLES, SlotState
 
@@ -40,13 +40,16 @@ __all__ = [
     "STATE",
     "BankMeta",
     "Sidecar",
+    "all_names",
     "file_names",
     "fingerprint",
     "has_sidecar",
+    "rank_files",
+    "rank_name",
     "read_sidecar",
+    "remove_rank_files",
     "remove_sidecar",
-    "why",
-    "write_error",
+    "slot_tensors",
     "write_sidecar",
 ]
 
@@ -56,7 +59,6 @@ FORMAT_VERSION = 1
 
 _SAMPLED_ROWS = 16
 _SAMPLED_COLUMNS = 64
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +106,7 @@ class Sidecar:
             could not be read whole is left out.
         root: Path of the converted part in the model that was saved; "" for the whole.
         extra_state: The model puts its state into `state_dict()` too.
+        world_size: Ranks of the run that saved it; see checkpoint_ranks.py.
     """
 
     path: Path
@@ -114,6 +117,7 @@ class Sidecar:
     fingerprint: dict[str, str]
     root: str = ""
     extra_state: bool = False
+    world_size: int = 1
 
 
 def file_names(index: int = 0) -> tuple[str, str]:
@@ -128,14 +132,39 @@ def has_sidecar(directory: str | Path, index: int = 0) -> bool:
     return (Path(directory) / file_names(index)[0]).is_file()
 
 
+def rank_name(rank: int, index: int = 0) -> str:
+    """Name of the file of a rank other than the first; see checkpoint_ranks.py."""
+    return file_names(index)[1].replace(".", f".rank{rank}.")
+
+
+def rank_files(directory: str | Path, index: int = 0) -> list[tuple[int, Path]]:
+    """(rank, file) of those in `directory`."""
+    pattern = re.compile(rank_name(0, index).replace(".", r"\.").replace("rank0", r"rank(\d+)"))
+    found = [(pattern.fullmatch(path.name), path) for path in Path(directory).glob("*.rank*.*")]
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def all_names(directory: str | Path, index: int = 0) -> tuple[str, ...]:
+    """Names of the two files, and of those of ranks that are in `directory`."""
+    return (*file_names(index), *(path.name for _, path in rank_files(directory, index)))
+
+
+def remove_rank_files(directory: str | Path, index: int = 0, *, above: int) -> None:
+    """Remove those of ranks above `above`: an earlier save was of more."""
+    for rank, path in rank_files(directory, index):
+        if rank > above:
+            path.unlink(missing_ok=True)
+
+
 def remove_sidecar(directory: str | Path, index: int = 0) -> bool:
-    """Remove both files; returns whether there were any."""
+    """Remove all its files; returns whether there were any."""
     removed = False
     for name in file_names(index):
         path = Path(directory) / name
         if path.is_file():
             path.unlink()
             removed = True
+    remove_rank_files(directory, index, above=0)
     return removed
 
 
@@ -176,6 +205,7 @@ def write_sidecar(
     *,
     root: str = "",
     extra_state: bool = False,
+    world_size: int = 1,
     index: int = 0,
 ) -> None:
     """Write both files into `directory`, which exists. Arguments as the fields of `Sidecar`.
@@ -184,12 +214,13 @@ def write_sidecar(
         CheckpointError: They can't be written; what was there before is untouched.
     """
     sidecar_name, state_name = file_names(index)
-    state = safetensors.torch.save(_tensors(slot_state))
+    state = safetensors.torch.save(slot_tensors(slot_state))
     values = {
         "format_version": FORMAT_VERSION,
         "fp8patch_version": __version__,
         "root": root,
         "extra_state": extra_state,
+        "world_size": world_size,
         "bank": {
             "siblings": dict(bank_meta.siblings),
             "low_precision_norms": sorted(bank_meta.low_precision_norms),
@@ -200,10 +231,11 @@ def write_sidecar(
         "plan": dict(plan),
     }
     text = json.dumps(values, indent=1, ensure_ascii=False).encode()
-    _replace_together(Path(directory), {state_name: state, sidecar_name: text})
+    replace_together(Path(directory), {state_name: state, sidecar_name: text})
 
 
-def _tensors(state: Mapping[tuple[str, int], SlotState]) -> dict[str, Tensor]:
+def slot_tensors(state: Mapping[tuple[str, int], SlotState]) -> dict[str, Tensor]:
+    """{name in a file: tensor}; `checkpoint_checks.slot_states` is the way back."""
     tensors = {}
     for (path, role), slot in state.items():
         for name in SLOT_PARTS:
@@ -215,48 +247,6 @@ def _tensors(state: Mapping[tuple[str, int], SlotState]) -> dict[str, Tensor]:
 
 def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def _replace_together(directory: Path, files: Mapping[str, bytes]) -> None:
-    """The last of `files` says that there are any: it goes first, and comes last.
-
-    Whoever is killed in between leaves what reads as no sidecar, and not two halves.
-    """
-    written: list[tuple[Path, Path]] = []
-    target = directory
-    try:
-        for name, data in files.items():
-            target = directory / name
-            temporary = directory / f".{name}.{os.getpid()}.tmp"
-            written.append((temporary, target))
-            _write_bytes(temporary, data)
-        target.unlink(missing_ok=True)
-        for temporary, target in written:
-            os.replace(temporary, target)
-    except OSError as error:
-        raise write_error(target, error) from error
-    finally:
-        for temporary, _ in written:
-            temporary.unlink(missing_ok=True)
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
-
-
-def why(error: OSError) -> str:
-    """The cause of a failed read or write as a sentence, with what to do about a full disk."""
-    if error.errno in _FULL:
-        return "the disk is full. Free some space there, or write elsewhere."
-    return f"{error.strerror or error}."
-
-
-def write_error(path: str | Path, error: OSError) -> CheckpointError:
-    """What to raise when `path` could not be written."""
-    remedy = "" if error.errno in _FULL else " Check the path and its permissions."
-    return CheckpointError(
-        f"{path}: cannot be written: {why(error)}{remedy} What was there before is untouched."
-    )
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -301,6 +291,7 @@ def _sidecar(path: Path, values: dict[str, Any]) -> Sidecar:
         fingerprint=texts(values, "fingerprint"),
         root=text(values, "root"),
         extra_state=_flag(values, "extra_state"),
+        world_size=_world_size(values),
     )
 
 
@@ -309,6 +300,13 @@ def _flag(values: Any, name: str) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name} is {value!r:.40}, not true or false")
     return value
+
+
+def _world_size(values: Any) -> int:
+    size = values.get("world_size", 1)
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"world_size is {size!r:.40}, not a number from 1")
+    return size
 
 
 def _read_text(path: Path) -> str:

@@ -13,12 +13,14 @@ from torch import nn
 
 from fp8patch import messages
 from fp8patch.checkpoint_checks import check_modules
+from fp8patch.checkpoint_ranks import for_this_rank, of_all, place, write_rank_file
 from fp8patch.checkpoint_sidecar import (
     BankMeta,
     Sidecar,
     fingerprint,
     has_sidecar,
     read_sidecar,
+    remove_rank_files,
     remove_sidecar,
     write_sidecar,
 )
@@ -106,19 +108,31 @@ def find_converted(model: nn.Module) -> Converted | None:
 # -- saving ---------------------------------------------------------------------------------------
 
 
-def save_beside(model: nn.Module, directory: str | Path, *, index: int = 0) -> bool:
+def save_beside(
+    model: nn.Module, directory: str | Path, *, index: int = 0, first: bool | None = None
+) -> bool:
     """Write the sidecar of `model` into `directory`, where its weights were just saved.
 
     For a model that is not converted, remove one that an earlier save has left, and say so.
-    Returns whether there is a sidecar now.
+
+    Args:
+        first: Write the sidecar itself. Otherwise, only what this rank has seen by itself. By
+            default the first rank does the one, and all others the other.
+
+    Returns:
+        Whether anything was written.
 
     Raises:
         CheckpointError: It can't be written; an older one is untouched then.
     """
+    rank, _ = place()
+    first = rank == 0 if first is None else first
     converted = find_converted(model)
     if converted is not None:
-        _write(converted, directory, index)
+        _write(converted, directory, index, first)
         return True
+    if not first:
+        return False
     if any(isinstance(module, Float8Module) for module in model.modules()):
         messages.warn(
             f"{directory}: {type(model).__name__} is a part of a converted model, so its FP8 state "
@@ -132,10 +146,17 @@ def save_beside(model: nn.Module, directory: str | Path, *, index: int = 0) -> b
     return False
 
 
-def _write(converted: Converted, directory: str | Path, index: int) -> None:
+def _write(converted: Converted, directory: str | Path, index: int, first: bool) -> None:
     bank, gemms = converted.bank, converted.gemms()
+    rank, size = place()
     bank.settle()
     prints = {path: _fingerprint(module.weight) for path, module in gemms.items()}
+    known = {path: value for path, value in prints.items() if value is not None}
+    state = dict(bank.state())
+    if rank > 0:
+        write_rank_file(directory, state, known, reduced=of_all(bank.group), index=index)
+    if not first:
+        return
     write_sidecar(
         directory,
         converted.plan.to_dict(),
@@ -145,12 +166,14 @@ def _write(converted: Converted, directory: str | Path, index: int) -> None:
             observed=bank.observed,
             **{name: getattr(bank.clock, name) for name in BankMeta.clock_flags()},
         ),
-        dict(bank.state()),
-        {path: value for path, value in prints.items() if value is not None},
+        state,
+        known,
         root=converted.path,
         extra_state=any(module._fp8_extra_state for module in gemms.values()),
+        world_size=size,
         index=index,
     )
+    remove_rank_files(directory, index, above=size - 1)
 
 
 def _fingerprint(weight: Any) -> str | None:
@@ -187,7 +210,7 @@ def restore_from(model: nn.Module, directory: str | Path, *, index: int = 0) -> 
             "Call fp8patch.convert_model(model) before loading to go on in FP8."
         )
         return False
-    restore(converted, read_sidecar(directory, index=index))
+    restore(converted, for_this_rank(read_sidecar(directory, index=index), index=index))
     return True
 
 

@@ -12,7 +12,14 @@ from torch.nn import Module
 
 from fp8patch import messages
 from fp8patch.checkpoint_files import Progress, check_target, copy_tree, staging
-from fp8patch.checkpoint_sidecar import SIDECAR, BankMeta, file_names, has_sidecar, write_sidecar
+from fp8patch.checkpoint_sidecar import (
+    SIDECAR,
+    BankMeta,
+    all_names,
+    file_names,
+    has_sidecar,
+    write_sidecar,
+)
 from fp8patch.checkpoint_skeleton import model_from_config, read_config
 from fp8patch.checkpoint_tensors import open_tensors
 from fp8patch.checkpoint_weights import WeightScan, scan_weights
@@ -99,7 +106,7 @@ def convert_directory(
         raise ConversionError(f"{source}: {nothing_to_convert(plan)}")
     open_tensors(source)  # a missing or corrupt shard is found before anything is copied
     with staging(out, force=force) as work:
-        copy_tree(source, work, leave_out=file_names(), progress=progress)
+        copy_tree(source, work, leave_out=all_names(source), progress=progress)
         result = _add_sidecar(work, out, model, plan, progress)
         if calibrate is not None:
             calibrate(work)
@@ -147,7 +154,7 @@ def revert_directory(
         )
     check_target(source, out, force=force)
     with staging(out, force=force) as work:
-        copy_tree(source, work, leave_out=file_names(), progress=progress)
+        copy_tree(source, work, leave_out=all_names(source), progress=progress)
     return out
 
 

@@ -303,6 +303,7 @@ class Bank:
         """Roll, rescale, and act on what the first step showed."""
         if self.observation is not None:
             self._finish_observation(self.observation)
+        self.group = group
         if group is not None:
             for pending in self.pending():
                 _reduce_max(pending, group)

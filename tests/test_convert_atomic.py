@@ -179,7 +179,9 @@ def _full(*args: object) -> bool:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("where", ["checkpoint_files._reflink", "checkpoint_sidecar._write_bytes"])
+@pytest.mark.parametrize(
+    "where", ["checkpoint_files._reflink", "checkpoint_workspace._write_bytes"]
+)
 @pytest.mark.parametrize("force", [False, True])
 def test_a_full_disk_is_one_line_and_leaves_nothing(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, force: bool

@@ -49,7 +49,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # What conversion installs: a converted model's own `save_pretrained` writes the sidecar.
     (
         "checkpoint_checks.py",
+        "checkpoint_workspace.py",
         "checkpoint_sidecar.py",
+        "checkpoint_ranks.py",
         "checkpoint_state.py",
         "checkpoint_hooks.py",
         "convert.py",
