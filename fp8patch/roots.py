@@ -78,6 +78,8 @@ def enter_root(root: Any, args: Any) -> None:
             new_entry(training)
     call = RootCall(root, region, training, depth)
     if not region.reopened:
+        if training and region.group is not None and not bank.all_bound and bank.due:
+            _bind_all(root, bank)
         bank.enter(state.entry, training, region.group)
         if "torch._dynamo" in sys.modules and not bank.all_bound:
             _bind_compiled(root, bank, training)
@@ -101,6 +103,18 @@ def _drop_interrupted() -> int:
             call.close()
             set_region(call.previous)
     return depth
+
+
+def _bind_all(root: nn.Module, bank: Bank) -> None:
+    """Before amax are reduced: what was restored (or copied) is no module's until that is used, and
+    a rank that has evaluated by itself has used some that the others have not."""
+    gemms = set(bank.paths)
+    for module in root.modules():
+        ours = getattr(module, "_fp8_bank", None) is bank
+        if ours and getattr(module, "_fp8_path", None) in gemms:
+            weight: Any = module.weight
+            if module._fp8_device != weight.device and weight.device.type != "meta":
+                bank.bind(module)
 
 
 def _bind_compiled(root: nn.Module, bank: Bank, training: bool) -> None:

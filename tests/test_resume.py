@@ -10,10 +10,12 @@ import resume_cases as cases
 import torch
 import transformers
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import Dataset
 
 import fp8patch
+from fp8patch import checkpoint_hooks, checkpoint_ranks, checkpoint_state
 from fp8patch.checkpoint import SIDECAR, STATE
 
 
@@ -136,6 +138,26 @@ def test_trainer_resumes_from_its_checkpoint(kind: str, tmp_path: Path) -> None:
     model = build()
     trainer(model, tmp_path / "resumed").train(resume_from_checkpoint=str(checkpoint))
     cases.assert_equal(cases.outcome(model, []), expected)
+
+
+@pytest.mark.filterwarnings("default")
+def test_ranks_that_do_not_save_the_model_write_what_they_have_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (checkpoint_hooks, checkpoint_ranks, checkpoint_state):
+        monkeypatch.setattr(module, "place", lambda: (1, 2))
+    monkeypatch.setattr(transformers.TrainingArguments, "should_save", property(lambda _: False))
+    model = fp8patch.convert_model(cases.build("llama"))
+    trainer(model, tmp_path).train()
+    own = tmp_path / "checkpoint-3" / "fp8patch_state.rank1.safetensors"
+    assert [path.name for path in own.parent.glob("fp8patch*")] == [own.name]
+    # Nothing was reduced, so its history and scales are in it too.
+    assert any(len(value) for key, value in load_file(own).items() if key.endswith(".history"))
+    model.save_pretrained(tmp_path / "by_hand", is_main_process=False)
+    assert [path.name for path in (tmp_path / "by_hand").glob("fp8patch*")] == [own.name]
+    # `fp8patch.save` is called in one process, whichever.
+    fp8patch.save(model, tmp_path / "one")
+    assert (tmp_path / "one" / SIDECAR).is_file()
 
 
 @pytest.mark.filterwarnings("default")

@@ -15,6 +15,11 @@ import transformers
 from injected import BOOTSTRAP, SCRIPTS, python, train
 from safetensors.torch import load_file
 
+import fp8patch
+from fp8patch import CheckpointError, checkpoint_ranks
+from fp8patch.checkpoint_sidecar import read_sidecar
+from fp8patch.slots import ROLES
+
 # A user's own sitecustomize, which ours loads in turn: SIGKILL at the first (second, …) time that
 # something happens to a file.
 KILLER = """
@@ -167,11 +172,15 @@ def test_killed_while_it_overwrites(tmp_path: Path, file: str) -> None:
     (tmp_path / "s.py").write_text(OVERWRITES)
     killed("s.py", at=f"os.rename out/{file} 2", cwd=tmp_path)
     assert not (tmp_path / "out" / "fp8patch.json").exists()
+    hidden = list((tmp_path / "out").glob(".fp8patch*"))
+    assert len(hidden) == 1
     is_plain(tmp_path / "out", transformers.LlamaForCausalLM)
     done = train("--emulate", "s.py", "out", cwd=tmp_path)
     said = [line for line in done.stderr.splitlines() if line.startswith("fp8patch: ")]
     assert any("summary: 3 optimizer steps" in line for line in said), said
     assert (tmp_path / "out" / "fp8patch.json").exists()
+    # What the killed one left is gone.
+    assert not hidden[0].exists()
     train("--emulate", "s.py", "out", cwd=tmp_path)
 
 
@@ -242,21 +251,21 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def state_files(folder: Path) -> dict[str, Any]:
-    return {p.name: load_file(p) for p in sorted(folder.glob("fp8patch_state*"))}
+    """By name: rank 0's first."""
+    files = sorted(folder.glob("fp8patch_state*"), key=lambda path: "rank" in path.name)
+    return {path.name: load_file(path) for path in files}
 
 
 @pytest.mark.slow
 def test_two_ranks_resume_bit_for_bit(two_ranks: Path, tmp_path: Path) -> None:
-    """Started by `--nproc`, resumed by accelerate's launcher."""
+    """Started by `--nproc`, resumed by torchrun."""
     first = two_ranks / "step_2"
     one, other = state_files(first).values()
     pending = [key for key in one if key.endswith(".amax")]
     assert any(not torch.equal(one[key], other[key]) for key in pending), "nothing to be wrong"
-    launcher = ("accelerate", "launch", "--cpu", "--num_processes", 2, "--num_machines", 1)
-    done = train(
-        "--emulate", "--", *launcher, *RANKS, tmp_path, "--resume_from_checkpoint", first,
-        cwd=tmp_path, env=CPU,
-    )  # fmt: skip
+    launcher = ("torchrun", "--standalone", "--nproc-per-node", 2)
+    words = (*launcher, *RANKS, tmp_path, "--resume_from_checkpoint", first)
+    done = train("--emulate", "--", *words, cwd=tmp_path, env=CPU)
     assert "what rank 0 had seen" not in done.stderr
     for place in ("", "step_4"):
         files = ["model.safetensors", "fp8patch_state.safetensors"]
@@ -266,25 +275,64 @@ def test_two_ranks_resume_bit_for_bit(two_ranks: Path, tmp_path: Path) -> None:
             assert equal(*(load_file(run / at) for run in (two_ranks, tmp_path))), at
 
 
+@pytest.mark.parametrize(
+    ("rank", "size", "stale", "said"),
+    [
+        (0, 2, False, ""),
+        (1, 2, False, ""),
+        (0, 1, False, "saved by 2 ranks, and this run has 1: it goes on from the largest amax"),
+        (3, 4, False, ""),  # rank 0 says it
+        (0, 2, True, "of 2 ranks, 1 saved FP8 state in this save"),
+        (1, 2, True, ""),
+        (0, 4, True, "saved by 2 ranks, and this run has 4: it goes on from what rank 0 had seen"),
+    ],
+)
 @pytest.mark.slow
-def test_ranks_that_cannot_resume_by_themselves(two_ranks: Path, tmp_path: Path) -> None:
-    """Another number of ranks, and a rank whose file is of another save: one line each."""
-    shutil.copytree(two_ranks / "step_2", tmp_path / "step_2")
-    one, other = state_files(tmp_path / "step_2").values()
-    words = (*RANKS[:3], "--output_dir")
-    resume = ("--resume_from_checkpoint", tmp_path / "step_2")
-    done = train("--emulate", *words, tmp_path / "alone", *resume, cwd=tmp_path, env=CPU)
-    said = "saved by 2 ranks, and this run has 1: it goes on from the largest amax"
-    assert done.stderr.count(said) == 1
-    # What was pending is the first that both runs rolled into their histories since.
-    name = "fp8patch_state.safetensors"
-    alone, both = load_file(tmp_path / "alone" / name), load_file(two_ranks / name)
-    key = next(k for k in both if k.endswith(".history") and "input" in k)
-    amax = torch.maximum(*(s[key.replace("history", "amax")] for s in (one, other)))
-    assert alone[key][1] == both[key][1] == amax
+def test_what_a_rank_goes_on_from(
+    two_ranks: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    rank: int,
+    size: int,
+    stale: bool,
+    said: str,
+) -> None:
+    """Its own where it can; else the largest of all; else rank 0's, where files are not of it."""
+    shutil.copytree(two_ranks / "step_2", tmp_path / "now")
+    one, other = state_files(tmp_path / "now").values()
+    if stale:
+        name = "fp8patch_state.rank1.safetensors"
+        shutil.copy(two_ranks / "step_4" / name, tmp_path / "now" / name)
+    monkeypatch.setattr(checkpoint_ranks, "place", lambda: (rank, size))
+    state = checkpoint_ranks.for_this_rank(read_sidecar(tmp_path / "now")).state
+    own = {True: one, False: other if rank == 1 else one}[stale]
+    for (path, role), slot in state.items():
+        name = f"{path}.{ROLES[role]}"
+        expected = own[f"{name}.amax"]
+        if size != 2 and not stale:
+            expected = torch.maximum(one[f"{name}.amax"], other[f"{name}.amax"])
+        assert slot.amax == expected
+        assert torch.equal(slot.history, one[f"{name}.history"])
+        assert slot.scale == one[f"{name}.scale"]
+    err = capsys.readouterr().err
+    assert said in err
+    assert bool(err) is bool(said)
 
-    stale = tmp_path / "step_2" / "fp8patch_state.rank1.safetensors"
-    shutil.copy(two_ranks / "step_4" / stale.name, stale)
-    both_words = ("--emulate", "--nproc", 2, *words, tmp_path / "two", *resume)
-    done = train(*both_words, cwd=tmp_path, env=CPU)
-    assert done.stderr.count("of 2 ranks, 1 saved FP8 state in this save") == 1
+
+@pytest.mark.slow
+def test_a_damaged_file_of_a_rank(two_ranks: Path, tmp_path: Path) -> None:
+    shutil.copytree(two_ranks / "step_2", tmp_path / "now")
+    file = tmp_path / "now" / "fp8patch_state.rank1.safetensors"
+    file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(CheckpointError, match=r"rank1\.safetensors: corrupt: .* delete it"):
+        checkpoint_ranks.for_this_rank(read_sidecar(tmp_path / "now"))
+
+
+@pytest.mark.slow
+def test_a_save_of_fewer_ranks_takes_the_others_files_away(two_ranks: Path, tmp_path: Path) -> None:
+    shutil.copytree(two_ranks / "step_2", tmp_path / "now")
+    model = fp8patch.load(two_ranks)
+    model.save_pretrained(tmp_path / "now")
+    assert list(state_files(tmp_path / "now")) == ["fp8patch_state.safetensors"]
+    assert read_sidecar(tmp_path / "now").world_size == 1
