@@ -68,6 +68,7 @@ def _by_tensor(device: str, dtype: torch.dtype, *, live: bool) -> list[str]:
     wrong = _differ(names, tuple(found), expected)
     # A sum of FP32 in any order: right to the last digits, and nan where there is one.
     exact = x.double().sum(0)
+    assert sums is not None
     if not torch.allclose(sums.cpu().double(), exact, rtol=1e-4, atol=1e-3, equal_nan=True):
         wrong.append("column sums")
     return wrong + _slot_differs(x, used, x_fp8, amax, counts)

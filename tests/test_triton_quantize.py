@@ -53,7 +53,8 @@ for shape in ((1, 1), (1, 16), (2, 64), (13, 48), (33, 130), (197, 77)):
                     where = (shape, dtype, e5m2, live, transpose)
                     assert [t.shape for t in want] == [t.shape for t in got], where
                     assert torch.equal(want[2], got[2]), where
-                    torch.testing.assert_close(want[3], got[3], rtol=1e-5, atol=1e-5)
+                    if sums:
+                        torch.testing.assert_close(want[3], got[3], rtol=1e-5, atol=1e-5)
                     assert torch.equal(slots[0][0], slots[1][0]), where
                     assert slots[0][1][3] == slots[1][1][3] == x.numel(), where
                     for a, b in zip(want[:2], got[:2]):

@@ -122,8 +122,11 @@ def quantize_now(
     observe: bool,
     transpose: bool,
     column_sums: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize`, not through the dispatcher: a call of it costs as much as a small cast."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """`quantize`, not through the dispatcher: a call of it costs as much as a small cast.
+
+    Column sums that were not asked for are None: an empty tensor takes as long as any.
+    """
     dtype = _dtype(e5m2)
     if scale.data_ptr() in _cold:
         _cold_used.add(scale.data_ptr())
@@ -147,8 +150,13 @@ def quantize_now(
     if observe:
         _record(amax, counts, seen, numerics.counts(x, used, x_fp8))
     x_fp8_t = _transposed(x_fp8) if transpose else x_fp8.new_empty(0, 0)
-    sums = x.sum(0, dtype=torch.float32) if column_sums else used.new_empty(0)
+    sums = x.sum(0, dtype=torch.float32) if column_sums else None
     return _pad(x_fp8, x.shape[0], padded(x.shape[1])), x_fp8_t, used.reciprocal(), sums
+
+
+def _quantize(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, rows_t, scale_inv, sums = quantize_now(x, *rest)
+    return rows, rows_t, scale_inv, scale_inv.new_empty(0) if sums is None else sums
 
 
 def _quantize_fake(
@@ -179,7 +187,7 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 for _key in ("CPU", "CUDA"):
-    _library.impl("quantize", quantize_now, _key)
+    _library.impl("quantize", _quantize, _key)
 torch.library.register_fake("fp8patch::quantize", _quantize_fake, lib=_library)
 
 
@@ -194,7 +202,7 @@ def quantize(
     observe: bool,
     transpose: bool,
     column_sums: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Cast with one scale a tensor.
 
     Args:
@@ -206,11 +214,11 @@ def quantize(
         live: scale by the amax of x itself (two passes).
         observe: write the slot.
         transpose: return the transpose too (empty otherwise).
-        column_sums: return the sums over M of x itself, the gradient of a bias (empty otherwise).
+        column_sums: return the sums over M of x itself, the gradient of a bias.
 
     Returns:
         x_fp8 [M, padded K], its transpose [padded K, padded M], scale_inv (FP32 scalar), column
-        sums (FP32 [K]).
+        sums (FP32 [K]; if not asked for: None, traced an empty tensor).
     """
     if x.requires_grad:
         x = x.detach()

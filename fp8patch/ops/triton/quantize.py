@@ -288,8 +288,8 @@ def quantize(
     transpose: bool,
     column_sums: bool,
     tile: tuple[int, int, int] = TILE,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`ops.quantize.quantize` on the GPU; x [M, K] holds at least one element."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """`ops.quantize.quantize_now` on the GPU; x [M, K] holds at least one element."""
     rows, cols = x.shape
     stride_m, stride_k = x.stride()
     device = x.device
@@ -300,7 +300,7 @@ def quantize(
     x_fp8 = torch.empty((rows, width), dtype=dtype, device=device)
     x_fp8_t = torch.empty((width, height) if transpose else (0, 0), dtype=dtype, device=device)
     scale_inv = torch.empty((), dtype=torch.float32, device=device)
-    sums = torch.empty(down * column_sums, width, dtype=torch.float32, device=device)
+    sums = torch.empty((down, width), dtype=torch.float32, device=device) if column_sums else None
     bits = live_amax(x) if live else scale
     full = cols == width
     even = full and rows % bm == 0 and width % bk == 0
@@ -322,11 +322,19 @@ def quantize(
     _quantize(
         variant,
         down * blocks_of(width, bk),
-        (x, x_fp8, x_fp8_t, scale, scale_inv, bits, amax, counts, sums),
+        (
+            x,
+            x_fp8,
+            x_fp8_t,
+            scale,
+            scale_inv,
+            bits,
+            amax,
+            counts,
+            scale_inv if sums is None else sums,
+        ),
         (limit, *sizes),
         lambda: _quantize_constants(dtype, x.is_cuda, flags, bm, bk),
         warps,
     )
-    if column_sums:
-        return x_fp8, x_fp8_t, scale_inv, _add_rows_of(sums, cols)
-    return x_fp8, x_fp8_t, scale_inv, sums.view(0)
+    return x_fp8, x_fp8_t, scale_inv, None if sums is None else _add_rows_of(sums, cols)
