@@ -69,7 +69,7 @@ def _cast(x: torch.Tensor, e5m2: bool, rowwise: bool) -> list[torch.Tensor]:
         result = quantize_rowwise(x, amax, counts, 448.0, e5m2, True, True)
     else:
         scale = torch.tensor(3.7, device=x.device)
-        result = quantize(x, scale, amax, counts, 448.0, e5m2, False, True, True)
+        result = quantize(x, scale, amax, counts, 448.0, e5m2, False, True, True)[:3]
     return [*result, amax, counts]
 
 
@@ -102,7 +102,7 @@ def _operand(x: torch.Tensor, rowwise: bool) -> tuple[torch.Tensor, torch.Tensor
         q, _, inv, _ = quantize_rowwise(x, amax, counts, 448.0, False, False, False)
         return q, inv
     scale = torch.ones((), device=x.device)
-    q, _, inv = quantize(x, scale, amax, counts, 448.0, False, True, False, False)
+    q, _, inv, _ = quantize(x, scale, amax, counts, 448.0, False, True, False, False)
     return q, inv
 
 
