@@ -18,6 +18,7 @@ __all__ = [
     "SLOT_PARTS",
     "check_modules",
     "check_siblings",
+    "flag",
     "format_version",
     "json_object",
     "slot_states",
@@ -73,6 +74,14 @@ def texts(values: Mapping[str, Any], name: str) -> dict[str, str]:
     return found
 
 
+def flag(values: Any, name: str) -> bool:
+    """The truth value under `name`."""
+    value = values[name]
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r:.40}, not true or false")
+    return value
+
+
 def check_siblings(siblings: Mapping[str, str]) -> None:
     """Raise unless every module follows one that follows none."""
     for path, leader in siblings.items():
@@ -116,15 +125,18 @@ def check_modules(
     plan: Plan,
     siblings: Mapping[str, str],
     norms: tuple[str, ...],
+    readers: Mapping[str, str],
     state: Mapping[tuple[str, int], SlotState],
     fingerprint: Mapping[str, str],
 ) -> None:
     """Raise unless everything is said of modules that `plan` converts."""
     converted = plan.converted()
     gemms = {d.path for d in converted if d.kind not in NORM_KINDS}
+    normed = {d.path for d in converted} - gemms
     claims: dict[str, Any] = {
         "siblings": {*siblings, *siblings.values()} - gemms,
-        "low_precision_norms": set(norms) - {d.path for d in converted if d.kind in NORM_KINDS},
+        "low_precision_norms": set(norms) - normed,
+        "norm_readers": (set(readers) - normed) | (set(readers.values()) - gemms),
         "the state file": {path for path, _ in state} - gemms,
         "fingerprint": set(fingerprint) - gemms,
     }

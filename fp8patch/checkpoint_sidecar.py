@@ -24,6 +24,7 @@ from fp8patch import __version__
 from fp8patch.checkpoint_checks import (
     SLOT_PARTS,
     check_siblings,
+    flag,
     format_version,
     json_object,
     slot_states,
@@ -68,6 +69,7 @@ class BankMeta:
     Attributes:
         siblings: {path: path of the module whose input slot it uses}.
         low_precision_norms: Paths of the norms that write the autocast dtype.
+        norm_readers: {path of a norm: path of a module that reads its output}.
         observed: The first training step is over.
         stepped: An optimizer has stepped since the last update.
         backward_finished: So has a backward.
@@ -76,6 +78,7 @@ class BankMeta:
 
     siblings: Mapping[str, str] = field(default_factory=dict)
     low_precision_norms: tuple[str, ...] = ()
+    norm_readers: Mapping[str, str] = field(default_factory=dict)
     observed: bool = False
     stepped: bool = False
     backward_finished: bool = False
@@ -224,6 +227,7 @@ def write_sidecar(
         "bank": {
             "siblings": dict(bank_meta.siblings),
             "low_precision_norms": sorted(bank_meta.low_precision_norms),
+            "norm_readers": dict(bank_meta.norm_readers),
             **{name: getattr(bank_meta, name) for name in BankMeta.flags()},
         },
         "fingerprint": dict(fingerprint),
@@ -279,7 +283,8 @@ def _sidecar(path: Path, values: dict[str, Any]) -> Sidecar:
     meta = BankMeta(
         siblings=texts(bank, "siblings"),
         low_precision_norms=tuple(map(str, bank["low_precision_norms"])),
-        **{name: _flag(bank, name) for name in BankMeta.flags()},
+        norm_readers=texts(bank, "norm_readers") if "norm_readers" in bank else {},
+        **{name: flag(bank, name) for name in BankMeta.flags()},
     )
     check_siblings(meta.siblings)
     return Sidecar(
@@ -290,16 +295,9 @@ def _sidecar(path: Path, values: dict[str, Any]) -> Sidecar:
         state=_read_state(path.parent / text(values["state"], "file"), values["state"]),
         fingerprint=texts(values, "fingerprint"),
         root=text(values, "root"),
-        extra_state=_flag(values, "extra_state"),
+        extra_state=flag(values, "extra_state"),
         world_size=_world_size(values),
     )
-
-
-def _flag(values: Any, name: str) -> bool:
-    value = values[name]
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r:.40}, not true or false")
-    return value
 
 
 def _world_size(values: Any) -> int:

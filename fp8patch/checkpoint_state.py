@@ -163,6 +163,7 @@ def _write(converted: Converted, directory: str | Path, index: int, first: bool)
         BankMeta(
             siblings=bank.siblings,
             low_precision_norms=tuple(sorted(bank.low_precision_norms)),
+            norm_readers=bank.norm_readers,
             observed=bank.observed,
             **{name: getattr(bank.clock, name) for name in BankMeta.clock_flags()},
         ),
@@ -257,7 +258,9 @@ def restore(converted: Converted, sidecar: Sidecar) -> None:
         for path, leader in siblings.items()
         if {path, leader} <= ours and bank.can_share(path, leader)
     }
-    bank.low_precision_norms = set(meta.low_precision_norms) & set(bank.norms)
+    norms, readers = set(bank.norms), meta.norm_readers
+    bank.low_precision_norms = set(meta.low_precision_norms) & norms
+    bank.norm_readers = {n: p for n, p in readers.items() if n in norms and p in ours}
     bank.observation = None
     bank.observed = meta.observed
     for name in BankMeta.clock_flags():
@@ -287,7 +290,12 @@ def stored_plan(sidecar: Sidecar) -> Plan:
         plan = Plan.from_dict(sidecar.plan)
         bank = sidecar.bank
         check_modules(
-            plan, bank.siblings, bank.low_precision_norms, sidecar.state, sidecar.fingerprint
+            plan,
+            bank.siblings,
+            bank.low_precision_norms,
+            bank.norm_readers,
+            sidecar.state,
+            sidecar.fingerprint,
         )
         return plan
     except Exception as error:  # PlanError, RecipeError; a list where a dict is due

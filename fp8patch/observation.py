@@ -11,7 +11,7 @@ and watched:
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -23,6 +23,7 @@ from fp8patch.compiler import skip_frame
 # Reading one of these off a tensor does not consume its values.
 _METADATA = frozenset(
     {"shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "grad_fn", "is_leaf"}
+    | {"_version"}
 )
 _METADATA_CALLS = frozenset(
     {
@@ -32,6 +33,7 @@ _METADATA_CALLS = frozenset(
         "stride",
         "is_contiguous",
         "is_floating_point",
+        "is_inference",
         "__len__",
         "ndimension",
     }
@@ -46,9 +48,10 @@ class Observation:
         self.calls: dict[str, int] = {}
         self._readers: dict[int, tuple[weakref.ref[Tensor], list[str]]] = {}
         self._siblings: dict[str, str] = {}
-        self._norms: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self._norms: dict[int, tuple[weakref.ref[Tensor], str, int]] = {}
         self._norms_read_otherwise: set[str] = set()
         self._norms_read_by_gemm: set[str] = set()
+        self._gemms_of_norms: dict[str, set[str]] = {}
         self._inside_module = 0
         self._watched = False
 
@@ -58,6 +61,9 @@ class Observation:
         norm = self._norms.get(id(input))
         if norm is not None and norm[0]() is input:
             self._norms_read_by_gemm.add(norm[1])
+            # (Edited in place since, it is not what the norm would cast.)
+            if norm[2] == _version(input):
+                self._gemms_of_norms.setdefault(norm[1], set()).add(path)
         known = self._readers.get(id(input))
         if known is None or known[0]() is not input:
             self._readers[id(input)] = (weakref.ref(input), [path])
@@ -69,7 +75,7 @@ class Observation:
 
     def saw_norm(self, path: str, output: Tensor) -> None:
         """The converted norm at `path` returned `output`."""
-        self._norms[id(output)] = (weakref.ref(output), path)
+        self._norms[id(output)] = (weakref.ref(output), path, _version(output))
         if not self._watched:
             # Called outside a watched root: who else reads the output can't be known.
             self._norms_read_otherwise.add(path)
@@ -101,6 +107,18 @@ class Observation:
     def norms_feeding_gemms_only(self) -> set[str]:
         """Norms that were read, and by nothing but GEMMs."""
         return self._norms_read_by_gemm - self._norms_read_otherwise
+
+    def norm_readers(self, siblings: Mapping[str, str]) -> dict[str, str]:
+        """{path of a norm: path of the module that reads it}, where all that do share one slot.
+
+        Whether others read it as well makes no difference: they read the norm's output, not the
+        cast of it.
+        """
+        leaders = {
+            norm: {siblings.get(path, path) for path in paths}
+            for norm, paths in self._gemms_of_norms.items()
+        }
+        return {norm: next(iter(found)) for norm, found in leaders.items() if len(found) == 1}
 
     def entering_module(self) -> None:
         """A converted module runs: what it does to its input is not another reader."""
@@ -151,6 +169,11 @@ class WatchReaders(TorchFunctionMode):
 
 # Compiled once, it would serve one attribute's getter for another's (`.device` gave a shape).
 skip_frame(WatchReaders.__torch_function__)
+
+
+def _version(tensor: Tensor) -> int:
+    """Its version counter; a tensor made under inference_mode has none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _tensors(*values: Any) -> list[Tensor]:

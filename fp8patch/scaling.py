@@ -16,10 +16,18 @@ from torch import Tensor, nn
 
 from fp8patch import messages
 from fp8patch.observation import Observation
-from fp8patch.ops.quantize import preserved_version
 from fp8patch.optimizer_hook import tell_of_steps
 from fp8patch.recipe import Recipe
-from fp8patch.slots import GRAD_OUTPUT, INPUT, NEVER_SET, ROLES, WEIGHT, Slots, SlotState
+from fp8patch.slots import (
+    GRAD_OUTPUT,
+    INPUT,
+    NEVER_SET,
+    ROLES,
+    WEIGHT,
+    Slots,
+    SlotState,
+    reduce_max,
+)
 from fp8patch.steps import StepClock
 
 
@@ -46,6 +54,8 @@ class Bank:
         self.siblings: dict[str, str] = {}
         # Norms that may write the autocast dtype, because only GEMMs read them.
         self.low_precision_norms: set[str] = set()
+        # {path of a norm: path of the module that reads its output, or whose siblings do too}
+        self.norm_readers: dict[str, str] = {}
         # Modules whose weight was observed since the last update: once is enough.
         self.weights_seen: set[str] = set()
         self.observed = False
@@ -78,7 +88,7 @@ class Bank:
 
     def __getstate__(self) -> dict[str, Any]:
         keep = ("recipe", "layers", "paths", "norms", "siblings", "low_precision_norms", "observed")
-        state = {name: getattr(self, name) for name in (*keep, "weights_seen")}
+        state = {name: getattr(self, name) for name in (*keep, "weights_seen", "norm_readers")}
         state["clock"] = dataclasses.replace(self.clock, copied=True)
         return {**state, "slots": dict(self.state())}
 
@@ -148,10 +158,11 @@ class Bank:
         self.mark_norms()
 
     def mark_norms(self) -> None:
-        """Set the flag that a norm's forward reads (a set of paths could not be compiled once)."""
+        """Set what a norm's forward reads (a set of paths could not be compiled once)."""
         for path, reference in self._norm_members.items():
             norm: Any = reference()
             if norm is not None:
+                norm._fp8_ready, norm._fp8_reader = None, self.norm_readers.get(path)
                 norm._fp8_narrow = self.recipe.norm_output == "bf16" or (
                     self.recipe.norm_output == "auto" and path in self.low_precision_norms
                 )
@@ -160,6 +171,10 @@ class Bank:
     def all_bound(self) -> bool:
         """Was every module used (or prepared) by now?"""
         return len(self._members) == len(self.paths)
+
+    def member(self, path: str) -> Any:
+        """The module at `path`, or None as long as it was never bound."""
+        return self._members.get(path, lambda: None)()
 
     def members(self) -> Iterator[Any]:
         """The modules that were bound and still exist."""
@@ -306,7 +321,7 @@ class Bank:
         self.group = group
         if group is not None:
             for pending in self.pending():
-                _reduce_max(pending, group)
+                reduce_max(pending, group)
         if self.watcher is not None:
             self.watcher.before_update(group)
         for slots in self._slots.values():
@@ -338,14 +353,7 @@ class Bank:
         for module in self.members():
             self._hand_out(module, self._slots[module._fp8_device])
         self.low_precision_norms = observation.norms_feeding_gemms_only()
+        self.norm_readers = observation.norm_readers(self.siblings)
         self.mark_norms()
         if idle := observation.never_ran(self.paths):
             messages.warn(idle)
-
-
-def _reduce_max(pending: Tensor, group: Any) -> None:
-    # MAX over nan is undefined in NCCL; inf says the same to the update ("keep the scale").
-    reduced = torch.where(torch.isnan(pending), torch.inf, pending)
-    torch.distributed.all_reduce(reduced, torch.distributed.ReduceOp.MAX, group=group)
-    with preserved_version(pending):
-        pending.copy_(reduced)

@@ -11,7 +11,7 @@ a multiple of 16 (seen on an H200).
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -207,3 +207,12 @@ class Slots:
             self._counts[row] = state.counts.to(self.device)
         scale = self._views[row].scale
         (quantize_op.mark_warm if float(state.scale) > 0 else quantize_op.mark_cold)([scale])
+
+
+def reduce_max(pending: Tensor, group: Any) -> None:
+    """Let every rank of `group` know the largest pending amax of each slot."""
+    # MAX over nan is undefined in NCCL; inf says the same to the update ("keep the scale").
+    reduced = torch.where(torch.isnan(pending), torch.inf, pending)
+    torch.distributed.all_reduce(reduced, torch.distributed.ReduceOp.MAX, group=group)
+    with preserved_version(pending):
+        pending.copy_(reduced)

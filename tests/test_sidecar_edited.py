@@ -111,6 +111,14 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda values: values["bank"].update(low_precision_norms=["x"]),
         "low_precision_norms names 'x'",
     ),
+    "a norm's unknown reader": (
+        lambda values: values["bank"].update(norm_readers={NORM: "x"}),
+        "norm_readers names 'x'",
+    ),
+    "a reader of no norm": (
+        lambda values: values["bank"].update(norm_readers={UP: UP}),
+        "norm_readers names 'model.*up_proj'",
+    ),
     "an unknown weight": (lambda values: values["fingerprint"].update(x="y"), "fingerprint names"),
     "format true": (lambda values: values.update(format_version=True), "format_version is True"),
     "format 0": (lambda values: values.update(format_version=0), "format_version is 0"),
@@ -147,7 +155,7 @@ def test_kinds_are_compared_with_a_model_that_is_converted_already(
 
     def change(values: dict[str, Any]) -> None:
         decision(values, path)["kind"] = "linear"
-        values["bank"]["low_precision_norms"] = []
+        values["bank"].update(low_precision_norms=[], norm_readers={})
 
     edit(tmp_path, change)
     assert f"'{path}' is a linear, and it is a norm" in refusal(tmp_path, model=trained("gpt2"))

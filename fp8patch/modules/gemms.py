@@ -11,6 +11,7 @@ Everything is 2-D inside: a custom Function that returned a view would forbid th
 output in place (DeBERTa adds a bias to it).
 """
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -99,6 +100,17 @@ def cast_input(x: Tensor, slot: Slot, spec: "GemmSpec", transpose: bool) -> Quan
     )
 
 
+def needs_transpose(spec: "GemmSpec", weight: Tensor) -> bool:
+    """Does backward need the input's transpose?"""
+    return spec.wgrad and spec.save and weight.requires_grad
+
+
+def input_key(slot: Slot, spec: "GemmSpec", transpose: bool) -> Hashable:
+    """What two casts of one input have to agree on to be the same."""
+    # The slots that siblings share are one object, so this compares nothing but identities.
+    return (id(slot.amax), spec.rowwise, spec.live, spec.observe, spec.input_limit, transpose)
+
+
 def shared_input(
     input: Tensor, rows: Tensor, slot: Slot, spec: "GemmSpec", weight: Tensor
 ) -> Quantized | None:
@@ -106,11 +118,10 @@ def shared_input(
 
     `rows` is the same input as [M, K]. Eager only.
     """
-    transpose = spec.wgrad and spec.save and weight.requires_grad
+    transpose = needs_transpose(spec, weight)
     if not (spec.fprop or transpose):
         return None
-    # The slots that siblings share are one object, so this compares nothing but identities.
-    key = (id(slot.amax), spec.rowwise, spec.live, spec.observe, spec.input_limit, transpose)
+    key = input_key(slot, spec, transpose)
     known: Quantized | None = recall(input, key)
     if known is None:
         known = cast_input(rows, slot, spec, transpose)

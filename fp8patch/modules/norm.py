@@ -6,8 +6,9 @@ writing the autocast dtype: they would round to it, or to FP8, anyway. Where the
 residual stream (post-LN: BERT) it stays as the stock class writes it, unless the recipe says
 `norm_output: bf16`.
 
-On a GPU, eager calls run as one kernel forward and one backward. A compiler is given the stock
-operations instead, which it fuses with the residual addition and the dropout around them.
+On a GPU, eager calls run as one kernel forward, which also makes the cast that the GEMM after it
+reads, and one backward. A compiler is given the stock operations instead, which it fuses with the
+residual addition and the dropout around them.
 """
 
 from typing import Any, ClassVar, NamedTuple
@@ -16,10 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from fp8patch import regions
-from fp8patch.compiler import outside_compiler
+from fp8patch.compiler import nothing_compiles, outside_compiler
+from fp8patch.input_cache import remember
+from fp8patch.modules import ready
 from fp8patch.modules.base import attach, rebuild, register
+from fp8patch.modules.gemms import Quantized
+from fp8patch.modules.norm_cast import cast_for_reader
 from fp8patch.modules.norm_forms import NormForm
-from fp8patch.modules.norm_function import Normalize, NormSpec
+from fp8patch.modules.norm_function import Cast, Normalize, NormSpec
 from fp8patch.ops.norm import DTYPES, MAX_COLUMNS, kernels
 from fp8patch.recipe import Recipe
 from fp8patch.roots import enter_module
@@ -44,6 +49,8 @@ class Float8Norm(nn.Module):
     _fp8_path: str
     # None until the bank knows this norm.
     _fp8_narrow: bool | None
+    # Path of the module that reads the output.
+    _fp8_reader: str | None
 
     def __init__(self, *args: Any, recipe: Recipe | str | None = None, **kwargs: Any) -> None:
         """As the stock class, plus `recipe`. Conversion does not come through here."""
@@ -56,14 +63,18 @@ class Float8Norm(nn.Module):
         # Some RMSNorms take a gate, or skip themselves on a flag.
         if region is None or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             return base.forward(self, *args, **kwargs)
+        input: Tensor = args[0]
+        if not torch.compiler.is_compiling():
+            if nothing_compiles() and (call := _recall(self, input, region)) is not None:
+                return _run(input, call)
+            return _forward_in_eager(self, input, region)
         # What the first step shows is seen in eager only, whoever compiled what; and so is a first
         # use.
-        watched = self._fp8_bank.observation is not None or self._fp8_narrow is None
-        if watched or not torch.compiler.is_compiling():
-            return _forward_in_eager(self, args[0], region)
-        if kernels_in_graphs and (call := _kernel_call(self, args[0], region)) is not None:
-            return Normalize.apply(args[0], *call)  # type: ignore[no-untyped-call]
-        return _stock(self, args[0])
+        if self._fp8_bank.observation is not None or self._fp8_narrow is None:
+            return _forward_in_eager(self, input, region)
+        if kernels_in_graphs and (call := _kernel_call(self, input, region)) is not None:
+            return Normalize.apply(input, call.weight, call.bias, call.spec)  # type: ignore[no-untyped-call]
+        return _stock(self, input)
 
     def first_use(self, observe: bool) -> None:
         """Meet the bank now: a compiled forward can't."""
@@ -72,7 +83,7 @@ class Float8Norm(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has a bank of its own, which has to get to know it.
-        return {**self.__dict__, "_fp8_narrow": None}
+        return {**self.__dict__, "_fp8_narrow": None, "_fp8_ready": None}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return rebuild, (self._fp8_registered, self._fp8_base), self.__getstate__()
@@ -101,10 +112,19 @@ class Float8RMSNorm(Float8Norm, nn.RMSNorm):
 # -- inside a region ------------------------------------------------------------------------------
 
 
+class _Call(NamedTuple):
+    """What `Normalize` is called with."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    spec: NormSpec
+    cast: Cast | None = None
+
+
 @outside_compiler
 def _forward_in_eager(norm: Any, input: Tensor, region: regions.Region) -> Tensor:
     bank: Bank = norm._fp8_bank
-    enter_module(bank, region)
+    observe = enter_module(bank, region)
     if norm._fp8_narrow is None:
         bank.adopt_norm(norm)
     # Recomputation shows nothing new, and nobody watches who reads what.
@@ -116,9 +136,41 @@ def _forward_in_eager(norm: Any, input: Tensor, region: regions.Region) -> Tenso
         if observation is not None:
             # The watcher of torch functions does not see a custom one.
             observation.saw_function("norm", (input,), {})
-        output = Normalize.apply(input, *call)  # type: ignore[no-untyped-call]
+        elif bank.observation is None:
+            cast = cast_for_reader(norm, input, call.spec.dtype, region, observe)
+            call = call._replace(cast=cast)
+            if observe and not region.reopened and not region.calibrating:
+                noted = call.spec, cast, _dtypes(call.weight, call.bias)
+                ready.note(norm, input, region, noted)
+        output = _run(input, call)
     if observation is not None:
         observation.saw_norm(norm._fp8_path, output)
+    return output
+
+
+def _recall(norm: Any, input: Tensor, region: regions.Region) -> _Call | None:
+    """This call, if it is like the one that was noted."""
+    noted = ready.recall_any(norm, input, region)
+    if noted is None:
+        return None
+    spec, cast, dtypes = noted.spec
+    now = _parameters(norm, input)
+    if now is None or not _fits(input, now) or now.eps != spec.eps:
+        return None
+    if _dtypes(now.weight, now.bias) != dtypes:
+        return None
+    return _Call(now.weight, now.bias, spec, cast)
+
+
+def _dtypes(*vectors: Tensor | None) -> list[torch.dtype | None]:
+    return [None if vector is None else vector.dtype for vector in vectors]
+
+
+def _run(input: Tensor, call: _Call) -> Tensor:
+    made: list[Quantized] = []
+    output: Tensor = Normalize.apply(input, *call, made)  # type: ignore[no-untyped-call]
+    if made and call.cast is not None:
+        remember(output, call.cast.key, made[0])
     return output
 
 
@@ -144,10 +196,8 @@ class _Parameters(NamedTuple):
     offset: bool
 
 
-def _kernel_call(
-    norm: Any, input: Tensor, region: regions.Region
-) -> tuple[Tensor | None, Tensor | None, NormSpec] | None:
-    """What `Normalize` is called with; None where the call has to run as the stock class."""
+def _kernel_call(norm: Any, input: Tensor, region: regions.Region) -> _Call | None:
+    """None where the call has to run as the stock class."""
     # Calibration may look at the model's own precision.
     if region.execution == "observe" or not _has_kernel(input):
         return None
@@ -158,7 +208,7 @@ def _kernel_call(
     if dtype not in DTYPES:
         return None
     spec = NormSpec(found.eps, found.center, found.offset, dtype)
-    return found.weight, found.bias, spec
+    return _Call(found.weight, found.bias, spec)
 
 
 def _has_kernel(input: Tensor) -> bool:

@@ -1,12 +1,16 @@
 """A norm as autograd sees it: one operator forward, one backward, nothing kept but its input."""
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fp8patch.modules.gemms import Quantized
 from fp8patch.ops.norm import norm, norm_backward
+from fp8patch.ops.norm_quantize import norm_quantize
+from fp8patch.slots import Slot
 
 
 class NormSpec(NamedTuple):
@@ -25,15 +29,47 @@ class NormSpec(NamedTuple):
     dtype: torch.dtype
 
 
+class Cast(NamedTuple):
+    """The cast of the output that is made on the way, as `modules.gemms.cast_input` would.
+
+    Attributes:
+        slot, limit, observe, transpose: As there.
+        key: Under which the module that reads the output looks for it.
+    """
+
+    slot: Slot
+    limit: float
+    observe: bool
+    transpose: bool
+    key: Hashable
+
+
 class Normalize(torch.autograd.Function):
-    """(input [..., K], weight, bias, spec) -> output [..., K]; weight and bias may be None."""
+    """(input [..., K], weight, bias, spec, cast, made) -> output [..., K].
+
+    Weight and bias may be None, and so may `cast`; what it asks for is appended to the list `made`.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        spec: NormSpec,
+        cast: Cast | None = None,
+        made: list[Quantized] | None = None,
     ) -> Tensor:
         rows = input.reshape(-1, input.shape[-1])
-        y, mean, rstd = norm(rows, weight, bias, spec.eps, spec.center, spec.offset, spec.dtype)
+        arguments = rows, weight, bias, spec.eps, spec.center, spec.offset, spec.dtype
+        if cast is None or made is None:
+            y, mean, rstd = norm(*arguments)
+        else:
+            scale, amax, counts = cast.slot
+            y, mean, rstd, y_fp8, y_fp8_t, inverse = norm_quantize(
+                *arguments, scale, amax, counts, cast.limit, cast.observe, cast.transpose
+            )
+            made.append(Quantized(y_fp8, y_fp8_t, inverse, inverse))
         ctx.spec = spec
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(input, weight, mean, rstd)
@@ -54,5 +90,5 @@ class Normalize(torch.autograd.Function):
             grad_input.view(input.shape),
             sums[0].to(weight.dtype) if need_weight else None,
             sums[1].to(ctx.bias_dtype) if need_bias else None,
-            None,
+            *[None] * 3,
         )

@@ -32,10 +32,10 @@ class Ready(NamedTuple):
     features: int
     autocast: torch.dtype | None
     grads: bool
-    spec: GemmSpec
+    spec: Any
 
 
-def note(module: Any, input: Tensor, region: regions.Region, spec: GemmSpec) -> None:
+def note(module: Any, input: Tensor, region: regions.Region, spec: Any) -> None:
     """Let later calls like this one be short. Only for observed calls inside a root."""
     device = input.device
     module._fp8_ready = Ready(
@@ -56,6 +56,15 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 
 def recall(module: Any, input: Tensor, region: regions.Region) -> GemmSpec | None:
     """The constants of this call, if it is like the one that was noted; None: find out."""
+    ready = recall_any(module, input, region)
+    if ready is None or not is_fresh(module, module.weight):
+        return None
+    spec: GemmSpec = ready.spec
+    return spec
+
+
+def recall_any(module: Any, input: Tensor, region: regions.Region) -> Ready | None:
+    """What was noted, if region, input and modes are as they were; the weight is not looked at."""
     ready: Ready | None = module._fp8_ready
     if ready is None or ready.region is not region or not regions.state.roots:
         return None
@@ -68,4 +77,4 @@ def recall(module: Any, input: Tensor, region: regions.Region) -> GemmSpec | Non
     bank = module._fp8_bank
     if bank.entry != regions.state.entry or bank.observation is not None:
         return None
-    return ready.spec if is_fresh(module, module.weight) else None
+    return ready
