@@ -165,6 +165,17 @@ def test_any_layout_and_no_rows_at_all(device: str, dtype: torch.dtype) -> None:
             for a, b in zip(got, want, strict=True):
                 close = {"rtol": 1e-2, "atol": 1e-5} if a.dtype == BF16 else {"rtol": 1e-4}
                 torch.testing.assert_close(a, b, **{"atol": 1e-5, **close}, msg=name)
+    three = base.view(7, 3, 32).transpose(0, 1)
+    flat = ops.norm(three.reshape(21, 32), weight, bias, EPS, True, False, dtype)
+    deep = ops.norm(three, weight, bias, EPS, True, False, dtype)
+    assert deep[0].shape == three.shape
+    torch.testing.assert_close(deep[0].view(21, 32), flat[0], rtol=1e-2, atol=1e-5)
+    torch.testing.assert_close(deep[2], flat[2], rtol=1e-5, atol=0)
+    back = [
+        ops.norm_backward(g, x, weight, *deep[1:], True, False, True)
+        for g, x in ((three, three), (flat[0].view(3, 7, 32), three.contiguous()))
+    ]
+    assert [t.shape for t in back[0]] == [t.shape for t in back[1]] == [(3, 7, 32), (2, 32)]
     nothing = base[:0, :32].requires_grad_()
     parameter = nn.Parameter(weight)
     spec = NormSpec(EPS, True, False, BF16)

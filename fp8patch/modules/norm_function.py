@@ -60,8 +60,7 @@ class Normalize(torch.autograd.Function):
         cast: Cast | None = None,
         made: list[Quantized] | None = None,
     ) -> Tensor:
-        rows = input.reshape(-1, input.shape[-1])
-        arguments = rows, weight, bias, spec.eps, spec.center, spec.offset, spec.dtype
+        arguments = input, weight, bias, spec.eps, spec.center, spec.offset, spec.dtype
         if cast is None or made is None:
             y, mean, rstd = norm(*arguments)
         else:
@@ -73,21 +72,26 @@ class Normalize(torch.autograd.Function):
         ctx.spec = spec
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(input, weight, mean, rstd)
-        # No view: the caller may edit it in place, as it may edit a stock norm's.
-        return torch.ops.aten._unsafe_view.default(y, input.shape)  # type: ignore[no-any-return]
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         spec: NormSpec = ctx.spec
         input, weight, mean, rstd = ctx.saved_tensors
-        rows, grad = (t.reshape(-1, input.shape[-1]) for t in (input, grad_output))
         need_weight, need_bias = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
         grad_input, sums = norm_backward(
-            grad, rows, weight, mean, rstd, spec.center, spec.offset, need_weight or need_bias
+            grad_output,
+            input,
+            weight,
+            mean,
+            rstd,
+            spec.center,
+            spec.offset,
+            need_weight or need_bias,
         )
         return (
-            grad_input.view(input.shape),
+            grad_input,
             sums[0].to(weight.dtype) if need_weight else None,
             sums[1].to(ctx.bias_dtype) if need_bias else None,
             *[None] * 3,

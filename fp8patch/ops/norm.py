@@ -12,6 +12,7 @@ In eager nothing goes through the dispatcher, which costs eight microseconds a c
 has no time for that. A compiler traces the operators, which are the same functions.
 """
 
+import math
 from functools import cache
 from typing import Any
 
@@ -59,7 +60,7 @@ def norm(
     """Normalise the rows of x.
 
     Args:
-        x: [M, K] in FP32, BF16 or FP16; rows may be apart, elements of a row may not.
+        x: [..., K] in FP32, BF16 or FP16, in any layout; M rows in all.
         weight, bias: [K] in FP32, BF16 or FP16, or None. A bias needs a weight.
         eps: Added to the variance, or to the mean square.
         center: Subtract the mean (LayerNorm).
@@ -67,7 +68,7 @@ def norm(
         dtype: Of y.
 
     Returns:
-        y [M, K]; mean FP32 [M] (empty unless `center`); rstd FP32 [M].
+        y [..., K]; mean FP32 [M] (empty unless `center`); rstd FP32 [M].
     """
     arguments = x, weight, bias, eps, center, offset, dtype
     found: tuple[Tensor, Tensor, Tensor]
@@ -89,17 +90,17 @@ def _norm_now(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if x.is_cuda and x.numel() and (found := kernels()) is not None:
         return found.norm(x, weight, bias, eps, center, offset, dtype)  # type: ignore[no-any-return]
-    values = x.float()
-    mean = values.mean(1) if center else values.new_empty(0)
+    values = x.float().contiguous()
+    mean = values.mean(-1) if center else values.new_empty(0)
     if center:
-        values = values - mean.unsqueeze(1)
-    rstd = (values.square().mean(1) + eps).rsqrt()
-    y = values * rstd.unsqueeze(1)
+        values = values - mean.unsqueeze(-1)
+    rstd = (values.square().mean(-1) + eps).rsqrt()
+    y = values * rstd.unsqueeze(-1)
     if weight is not None:
         y = y * _factor(weight, offset)
     if bias is not None:
         y = y + bias.float()
-    return y.to(dtype), mean, rstd
+    return y.to(dtype), mean.reshape(-1), rstd.reshape(-1)
 
 
 def norm_backward(
@@ -115,12 +116,12 @@ def norm_backward(
     """The backward of `norm`.
 
     Args:
-        grad: [M, K], of y; any of the three dtypes.
+        grad: [..., K], of y; any of the three dtypes.
         x, weight, mean, rstd, center, offset: What the forward was given and returned.
         parameters: The gradients of weight and bias are wanted.
 
     Returns:
-        grad_x [M, K] in the dtype of x; FP32 [2, K], the gradients of weight and of bias ([1, K]
+        grad_x [..., K] in the dtype of x; FP32 [2, K], the gradients of weight and of bias ([1, K]
         and only the former where nothing is centred, [0, K] where none is wanted). They are summed
         in an order that depends on shape and device alone.
     """
@@ -147,20 +148,21 @@ def _norm_backward_now(
         return found.norm_backward(  # type: ignore[no-any-return]
             grad, x, weight, mean, rstd, center, offset, parameters
         )
-    values, by_y = x.float(), grad.float()
+    values, by_y = x.float().contiguous(), grad.float().contiguous()
     if center:
-        values = values - mean.unsqueeze(1)
-    normed = values * rstd.unsqueeze(1)
+        values = values - mean.view(x.shape[:-1]).unsqueeze(-1)
+    inverse = rstd.view(x.shape[:-1]).unsqueeze(-1)
+    normed = values * inverse
     by_normed = by_y if weight is None else by_y * _factor(weight, offset)
-    along = (by_normed * normed).mean(1, keepdim=True)
+    along = (by_normed * normed).mean(-1, keepdim=True)
     by_x = by_normed - normed * along
     if center:
-        by_x = by_x - by_normed.mean(1, keepdim=True)
-    by_x = (by_x * rstd.unsqueeze(1)).to(x.dtype)
+        by_x = by_x - by_normed.mean(-1, keepdim=True)
+    by_x = (by_x * inverse).to(x.dtype)
     if not parameters:
-        return by_x, by_y.new_empty(0, x.shape[1])
-    sums = [(by_y * normed).sum(0), by_y.sum(0)] if center else [(by_y * normed).sum(0)]
-    return by_x, torch.stack(sums)
+        return by_x, by_y.new_empty(0, x.shape[-1])
+    parts = [by_y * normed, by_y] if center else [by_y * normed]
+    return by_x, torch.stack([part.reshape(-1, x.shape[-1]).sum(0) for part in parts])
 
 
 def _factor(weight: Tensor, offset: bool) -> Tensor:
@@ -170,7 +172,7 @@ def _factor(weight: Tensor, offset: bool) -> Tensor:
 def _norm_fake(
     x: Tensor, weight: Any, bias: Any, eps: float, center: bool, offset: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = x.shape[0]
+    rows = math.prod(x.shape[:-1])
     stats = x.new_empty(rows, dtype=torch.float32)
     mean = x.new_empty(rows if center else 0, dtype=torch.float32)
     return x.new_empty(x.shape, dtype=dtype), mean, stats
@@ -187,7 +189,7 @@ def _norm_backward_fake(
     parameters: bool,
 ) -> tuple[Tensor, Tensor]:
     sums = (2 if center else 1) if parameters else 0
-    return x.new_empty(x.shape), x.new_empty(sums, x.shape[1], dtype=torch.float32)
+    return x.new_empty(x.shape), x.new_empty(sums, x.shape[-1], dtype=torch.float32)
 
 
 register(

@@ -4,6 +4,7 @@
 and writing the slot all the same, for `quantize`'s reasons.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def norm_quantize(
             scale that was never set is found in a second pass.
 
     Returns:
-        y [M, K] in `dtype`, mean, rstd (as `norm`); y_fp8 [M, padded K], its transpose [padded K,
+        y [..., K] in `dtype`, mean, rstd (as `norm`); y_fp8 [M, padded K], its transpose [padded K,
         padded M], scale_inv: what `quantize` makes of that y, bit for bit.
     """
     arguments = (
@@ -70,7 +71,7 @@ def _norm_quantize_now(
 ) -> _Result:
     # Under four columns the compiler knows neighbours to be equal zeros, and ptxas 12.8 converts a
     # pair of equal registers wrongly.
-    fits = x.is_cuda and x.shape[0] > 0 and x.shape[1] >= ALIGNMENT
+    fits = x.is_cuda and x.numel() > 0 and x.shape[-1] >= ALIGNMENT
     if fits and kernels() is not None and not is_cold(scale):
         from fp8patch.ops.triton.norm_quantize import norm_quantize as kernel
 
@@ -79,7 +80,7 @@ def _norm_quantize_now(
         )
     y, mean, rstd = norm(x, weight, bias, eps, center, offset, dtype)
     y_fp8, y_fp8_t, scale_inv, _ = quantize(
-        y, scale, amax, counts, limit, False, False, observe, transpose
+        y.view(-1, y.shape[-1]), scale, amax, counts, limit, False, False, observe, transpose
     )
     return y, mean, rstd, y_fp8, y_fp8_t, scale_inv
 
@@ -99,7 +100,8 @@ def _norm_quantize_fake(
     observe: bool,
     transpose: bool,
 ) -> _Result:
-    rows, cols = x.shape
+    cols = x.shape[-1]
+    rows = math.prod(x.shape[:-1])
     stats = x.new_empty(rows, dtype=torch.float32)
     mean = x.new_empty(rows if center else 0, dtype=torch.float32)
     y_fp8 = x.new_empty((rows, padded(cols)), dtype=numerics.E4M3)

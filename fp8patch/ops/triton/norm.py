@@ -173,13 +173,12 @@ def norm(
     dtype: torch.dtype,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`ops.norm.norm` on the GPU; x [M, K] holds at least one element."""
-    rows, cols = x.shape
-    x, device = whole_rows(x), x.device
-    stride = x.stride(0)
+    """`ops.norm.norm` on the GPU; x [..., K] holds at least one element."""
+    shape, device, cols = x.shape, x.device, x.shape[-1]
+    x, rows, stride = whole_rows(x)
     tile = tile or forward_tile(cols)
     height = height_of(tile, cols)
-    y = torch.empty((rows, cols), dtype=dtype, device=device)
+    y = torch.empty(shape, dtype=dtype, device=device)
     rstd = torch.empty((rows,), dtype=torch.float32, device=device)
     mean = torch.empty((rows,), dtype=torch.float32, device=device) if center else rstd[:0]
     # What is missing is never read.
@@ -215,17 +214,18 @@ def norm_backward(
     parameters: bool,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`ops.norm.norm_backward` on the GPU; x [M, K] holds at least one element."""
-    rows, cols = x.shape
-    x, grad, device = whole_rows(x), whole_rows(grad), x.device
+    """`ops.norm.norm_backward` on the GPU; x [..., K] holds at least one element."""
+    shape, device, cols = x.shape, x.device, x.shape[-1]
+    x, rows, stride = whole_rows(x)
+    grad, _, grad_stride = whole_rows(grad)
     tile = tile or backward_tile(cols)
     height = height_of(tile, cols)
     blocks = min(blocks_of(rows, height), tile.programs * processors(device))
-    by_x = torch.empty((rows, cols), dtype=x.dtype, device=device)
+    by_x = torch.empty(shape, dtype=x.dtype, device=device)
     sums = (2 if center else 1) if parameters else 0
     partial = torch.empty((sums, blocks, cols), dtype=torch.float32, device=device)
     given = grad, x, x if weight is None else weight
-    sizes = rows, grad.stride(0), x.stride(0)
+    sizes = rows, grad_stride, stride
     flags = (center, offset, weight is not None, parameters)
     _backward(
         (cols, tile, flags, *map(kind_of, given), *map(size_class, sizes)),
@@ -243,9 +243,17 @@ def norm_backward(
     return by_x, partial.sum(1)
 
 
-def whole_rows(x: Tensor) -> Tensor:
-    """x itself where the elements of its rows lie side by side, else a copy."""
-    return x if x.stride(1) == 1 else x.contiguous()
+def whole_rows(x: Tensor) -> tuple[Tensor, int, int]:
+    """x where the elements of its rows lie side by side, else a copy; how many rows, how far apart.
+
+    Only the address of what is returned counts, not its shape.
+    """
+    cols = x.shape[-1]
+    if x.is_contiguous():
+        return x, x.numel() // cols, cols
+    x = x.reshape(-1, cols)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    return x, x.shape[0], x.stride(0)
 
 
 def kind_of(x: Tensor) -> tuple[torch.dtype, int]:

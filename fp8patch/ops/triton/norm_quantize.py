@@ -190,12 +190,12 @@ def norm_quantize(
     transpose: bool,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`ops.norm_quantize.norm_quantize` on the GPU; x [M, K] holds at least one element."""
-    rows, cols = x.shape
-    x, device, fp8 = whole_rows(x), x.device, numerics.E4M3
+    """`ops.norm_quantize.norm_quantize` on the GPU; x [..., K] holds at least one element."""
+    shape, cols, device, fp8 = x.shape, x.shape[-1], x.device, numerics.E4M3
+    x, rows, stride = whole_rows(x)
     tile = tile or tile_of(cols)
     height, width = (rows + 15) // 16 * 16, (cols + 15) // 16 * 16
-    y = torch.empty((rows, cols), dtype=dtype, device=device)
+    y = torch.empty(shape, dtype=dtype, device=device)
     rstd = torch.empty((rows,), dtype=torch.float32, device=device)
     mean = torch.empty((rows,), dtype=torch.float32, device=device) if center else rstd[:0]
     x_fp8 = torch.empty((rows, width), dtype=fp8, device=device)
@@ -203,7 +203,7 @@ def norm_quantize(
     scale_inv = torch.empty((), dtype=torch.float32, device=device)
     # What is missing is never read.
     given = x, x if weight is None else weight, x if bias is None else bias
-    sizes = rows, height, x.stride(0)
+    sizes = rows, height, stride
     even = rows % tile.rows == 0 and cols % tile.columns == 0
     flags = (center, offset, weight is not None, bias is not None, observe, transpose, even)
     _launch(
