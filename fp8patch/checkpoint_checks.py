@@ -123,20 +123,18 @@ def _wrong_values(part: str, tensor: Tensor) -> str:
 
 def check_modules(
     plan: Plan,
-    siblings: Mapping[str, str],
-    norms: tuple[str, ...],
-    readers: Mapping[str, str],
+    bank: Any,
     state: Mapping[tuple[str, int], SlotState],
     fingerprint: Mapping[str, str],
 ) -> None:
-    """Raise unless everything is said of modules that `plan` converts."""
+    """Raise unless everything is said of modules that `plan` converts; `bank` is a `BankMeta`."""
     converted = plan.converted()
     gemms = {d.path for d in converted if d.kind not in NORM_KINDS}
     normed = {d.path for d in converted} - gemms
     claims: dict[str, Any] = {
-        "siblings": {*siblings, *siblings.values()} - gemms,
-        "low_precision_norms": set(norms) - normed,
-        "norm_readers": (set(readers) - normed) | (set(readers.values()) - gemms),
+        "siblings": {*bank.siblings, *bank.siblings.values()} - gemms,
+        "low_precision_norms": set(bank.low_precision_norms) - normed,
+        "norm_readers": {*bank.norm_readers} - normed | {*bank.norm_readers.values()} - gemms,
         "the state file": {path for path, _ in state} - gemms,
         "fingerprint": set(fingerprint) - gemms,
     }

@@ -288,15 +288,7 @@ def stored_plan(sidecar: Sidecar) -> Plan:
     """
     try:
         plan = Plan.from_dict(sidecar.plan)
-        bank = sidecar.bank
-        check_modules(
-            plan,
-            bank.siblings,
-            bank.low_precision_norms,
-            bank.norm_readers,
-            sidecar.state,
-            sidecar.fingerprint,
-        )
+        check_modules(plan, sidecar.bank, sidecar.state, sidecar.fingerprint)
         return plan
     except Exception as error:  # PlanError, RecipeError; a list where a dict is due
         raise CheckpointError(

@@ -18,16 +18,7 @@ from fp8patch import messages
 from fp8patch.observation import Observation
 from fp8patch.optimizer_hook import tell_of_steps
 from fp8patch.recipe import Recipe
-from fp8patch.slots import (
-    GRAD_OUTPUT,
-    INPUT,
-    NEVER_SET,
-    ROLES,
-    WEIGHT,
-    Slots,
-    SlotState,
-    reduce_max,
-)
+from fp8patch.slots import GRAD_OUTPUT, INPUT, NEVER_SET, ROLES, WEIGHT, Slots, SlotState
 from fp8patch.steps import StepClock
 
 
@@ -320,8 +311,8 @@ class Bank:
             self._finish_observation(self.observation)
         self.group = group
         if group is not None:
-            for pending in self.pending():
-                reduce_max(pending, group)
+            for slots in self._slots.values():
+                slots.reduce(group)
         if self.watcher is not None:
             self.watcher.before_update(group)
         for slots in self._slots.values():

@@ -140,6 +140,14 @@ class Slots:
         """FP32 [S]: the amax observed since the last update, one a slot."""
         return self._amax[:, 0]
 
+    def reduce(self, group: Any) -> None:
+        """Let every rank of `group` know the largest pending amax of each slot."""
+        # MAX over nan is undefined in NCCL; inf says the same to the update ("keep the scale").
+        reduced = torch.where(torch.isnan(self.pending), torch.inf, self.pending)
+        torch.distributed.all_reduce(reduced, torch.distributed.ReduceOp.MAX, group=group)
+        with preserved_version(self.pending):
+            self.pending.copy_(reduced)
+
     def update(self) -> None:
         """Roll every pending amax and set the scales of the next step."""
         with torch.no_grad(), self._written():
@@ -207,12 +215,3 @@ class Slots:
             self._counts[row] = state.counts.to(self.device)
         scale = self._views[row].scale
         (quantize_op.mark_warm if float(state.scale) > 0 else quantize_op.mark_cold)([scale])
-
-
-def reduce_max(pending: Tensor, group: Any) -> None:
-    """Let every rank of `group` know the largest pending amax of each slot."""
-    # MAX over nan is undefined in NCCL; inf says the same to the update ("keep the scale").
-    reduced = torch.where(torch.isnan(pending), torch.inf, pending)
-    torch.distributed.all_reduce(reduced, torch.distributed.ReduceOp.MAX, group=group)
-    with preserved_version(pending):
-        pending.copy_(reduced)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8patch
-from fp8patch import inject, scaling
+from fp8patch import inject
+from fp8patch.slots import Slots
 
 
 class MLP(nn.Module):
@@ -131,13 +132,13 @@ def work(rank: int, port: int, directory: str) -> None:
     fp8patch.enable(backend="emulate", log_every=2)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     this = Rank(rank)
-    reduce = scaling._reduce_max
+    reduce = Slots.reduce
 
     def counted(*args: Any) -> None:
         this.reductions += 1
         reduce(*args)
 
-    scaling._reduce_max = counted
+    Slots.reduce = counted  # type: ignore[method-assign]
     for case in (this.plain, this.no_sync, this.one_rank_alone, this.join, this.counts):
         case()
     with open(os.path.join(directory, f"{rank}.json"), "w") as file:
