@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from fp8patch import messages
 from fp8patch.blocks_run import COMPILED, EAGER, GRAPHS, Mode, Structure
 from fp8patch.modules.base import Float8Module
-from fp8patch.ops.quantize import is_cold
+from fp8patch.modules.gemms import Quantized
+from fp8patch.ops.quantize import is_cold, preserved_version
 from fp8patch.structures import map_tensors, tensors_in
 
 __all__ = ["Graphs"]
@@ -44,6 +45,8 @@ class Graphs:
     def __init__(self, model: nn.Module) -> None:
         self.structures: list[Structure] = []
         self._model = weakref.ref(model)
+        self._modules: list[weakref.ref[Any]] = []
+        self._weights: weakref.WeakKeyDictionary[Any, Quantized] = weakref.WeakKeyDictionary()
         self._written: set[int] = set()
         self._cold: set[int] | None = None
         _all.add(self)
@@ -56,8 +59,10 @@ class Graphs:
         if model is None or not _on_gpu(model):
             messages.once("no GPU for graphs", "the model is on no GPU: compiled, no CUDA graphs.")
             return COMPILED
-        if not self._scales_stand(model):
+        modules = self._converted(model)
+        if not self._scales_stand(modules):
             return EAGER
+        self._keep_addresses(modules)
         if (alive := _alive()) and not _rescue_gradients(alive):
             _open += 1
             if _open < _MOST_OPEN:
@@ -73,7 +78,14 @@ class Graphs:
         torch.compiler.cudagraph_mark_step_begin()
         return GRAPHS
 
-    def _scales_stand(self, model: nn.Module) -> bool:
+    def _converted(self, model: nn.Module) -> list[Any]:
+        if not self._modules:  # found once: walking a model takes its time
+            found = (m for m in model.modules() if isinstance(m, Float8Module))
+            self._modules = [weakref.ref(module) for module in found]
+        modules = (reference() for reference in self._modules)
+        return [m for m in modules if m is not None and vars(m).get("_fp8_weight_q") is not None]
+
+    def _scales_stand(self, modules: list[Any]) -> bool:
         """Are the slots as they were when the graphs were recorded: set, or never used?
 
         One that was forgotten (other weights were loaded) has to be seen eagerly first. One that
@@ -81,10 +93,9 @@ class Graphs:
         """
         cold = {
             slot.scale.data_ptr()
-            for module in model.modules()
-            if isinstance(module, Float8Module)
-            for slot in (vars(module)["_fp8_input_slot"], vars(module)["_fp8_grad_slot"])
-            if slot is not None and is_cold(slot.scale)
+            for module in modules
+            for slot in (module._fp8_input_slot, module._fp8_grad_slot)
+            if is_cold(slot.scale)
         }
         before = cold if self._cold is None else self._cold
         if cold - before:
@@ -94,6 +105,29 @@ class Graphs:
                 structure.renew()
         self._cold = cold
         return True
+
+    def _keep_addresses(self, modules: list[Any]) -> None:
+        """A graph reads a quantised weight where it lay when it was recorded.
+
+        A weight that nobody announces changes of (a frozen one, that an adapter may be merged into)
+        is quantised into new memory for every forward.
+        """
+        for module in modules:
+            new: Quantized = module._fp8_weight_q
+            kept = self._weights.get(module)
+            if kept is new:
+                continue
+            if kept is None or [(t.shape, t.device) for t in kept] != [
+                (t.shape, t.device) for t in new
+            ]:
+                self._weights[module] = new
+                continue
+            # A backward that is to come has saved these; what it finds is what it saved, unless
+            # the weight has changed in between.
+            with torch.no_grad(), preserved_version(*kept):
+                for target, source in zip(kept, new, strict=True):
+                    target.copy_(source)
+            module._fp8_weight_q = kept
 
     def wrote(self, output: Any) -> None:
         """A block that ran as a graph has returned `output`."""
