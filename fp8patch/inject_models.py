@@ -14,6 +14,7 @@ from fp8patch import messages
 from fp8patch.inject_outputs import find_loss, to_fp32
 
 if TYPE_CHECKING:
+    from fp8patch.blocks import CompiledBlocks
     from fp8patch.inject_history import History
     from fp8patch.inject_record import Record
     from fp8patch.plan import Plan
@@ -125,6 +126,7 @@ class Model:
             (evaluation, a copy), or without FP8.
         history: What its slots have seen; None where `plan` is.
         tokens: M of the first batch.
+        blocks: What was compiled of it, if anything was to be.
     """
 
     def __init__(
@@ -141,6 +143,7 @@ class Model:
         self.inner = weakref.ref(parts[-1])
         self.name = type(parts[-1]).__name__ if plan is None else plan.model
         self.plan = plan
+        self.blocks: CompiledBlocks | None = None
         self.history: History | None = None
         self.record = record
         # A model in BF16 throughout has its precision already: autocast would widen its norms.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from fp8patch import __version__, messages
+from fp8patch.inject_compile import facts, say_compiled
 from fp8patch.inject_record import place, write_json
 from fp8patch.inspect_advice import advise, overrides, recipe_line
 from fp8patch.inspect_run import FORMAT_VERSION
@@ -118,6 +119,9 @@ def say_summary(run: "Facts") -> None:
         _say_fp8(values)
         _say_risks(values, run.options.report)
         _say_late(run.late())
+    for model in run.models:
+        if model.blocks is not None:
+            say_compiled(model.name, model.blocks)
     overhead = values["overhead"]
     each = overhead["seconds_a_step"]
     part = f" ({each / median:.2%} of a step)" if each is not None and median else ""
@@ -263,8 +267,9 @@ def _reading(run: "Facts") -> float:
 
 
 def _model(model: "Model") -> dict[str, Any]:
+    compiled = None if model.blocks is None else facts(model.blocks)
     if model.plan is None:
-        return {"class": model.name, "plan": None}
+        return {"class": model.name, "plan": None, "compiled": compiled}
     chosen = Counter(d.kind for d in model.plan.converted())
     skipped: dict[str, list[str]] = {}
     for decision in model.plan.decisions:
@@ -276,6 +281,7 @@ def _model(model: "Model") -> dict[str, Any]:
         "skipped": skipped,
         "tokens": model.plan.tokens,
         "plan": model.plan.summary(),
+        "compiled": compiled,
         "history": None if model.history is None else model.history.to_dict(),
     }
 

@@ -12,6 +12,7 @@ from torch import nn
 from fp8patch import inject_compat, inject_sidecar, messages
 from fp8patch import inject_conflicts as conflicts
 from fp8patch.errors import Fp8PatchError
+from fp8patch.inject_compile import compile_model
 from fp8patch.inject_models import (
     Ignored,
     Model,
@@ -231,11 +232,13 @@ class Run:
         if self.execution == "off":
             self.off = True
             late = self.options.sets_bf16 and os.environ.pop(_BF16_ENV, None) is not None
-            bf16 = " Accelerate was told to use BF16, and does." if late else ""
+            rest = " Accelerate was told to use BF16, and does." if late else ""
+            if self.options.compiles:
+                rest += " Nothing is compiled either: --no-fp8 --compile does that."
             if rank() == 0:
                 messages.note(
                     f"FP8 is off: {hardware.reason} The script runs in its own precision; "
-                    f"--emulate computes FP8's rounding on any device.{bf16}"
+                    f"--emulate computes FP8's rounding on any device.{rest}"
                 )
         self.write_status()
 
@@ -270,6 +273,7 @@ class Run:
         self.models.append(model)
         if rank() == 0:
             inject_report.say_start(self, model)
+        model.blocks = compile_model(module, inner, self.options)
         return model
 
     def _history(self, bank: Any) -> Any:
@@ -320,6 +324,7 @@ class Run:
         self.models.append(model)
         if rank() == 0:
             inject_report.say_start(self, model)
+        model.blocks = compile_model(module, chain(module)[-1], self.options)
 
     def _ignore(self, module: nn.Module, *, frozen: bool) -> None:
         known = self._known.get(id(module))

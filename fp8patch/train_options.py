@@ -42,6 +42,8 @@ class TrainOptions:
         roots: Globs over class names of models to convert besides what trains.
         compat: Supply names that scripts of other library versions expect.
         report: Absolute path of the JSON report, or None.
+        compile: Compile the repeated blocks of each model.
+        cuda_graphs: Compile them, and replay them as CUDA graphs.
         log_every: Say a line, and read every slot, each so many steps. 0 says none; slots are then
             read at every step, and less often as the run goes on.
         check: Stop after the third step, with plan, coverage and step times.
@@ -63,6 +65,8 @@ class TrainOptions:
     roots: tuple[str, ...] = ()
     compat: bool = False
     report: str | None = None
+    compile: bool = False
+    cuda_graphs: bool = False
     log_every: int = 0
     check: bool = False
     sets_bf16: bool = False
@@ -79,6 +83,11 @@ class TrainOptions:
             raise Fp8PatchError(f"tokens: {self.tokens} is not allowed. Use at least 1.")
         if self.log_every < 0:
             raise Fp8PatchError(f"log_every: {self.log_every} is not allowed. Use 0 or more.")
+
+    @property
+    def compiles(self) -> bool:
+        """Blocks are to be compiled, in one way or the other."""
+        return self.compile or self.cuda_graphs
 
     def to_env(self) -> dict[str, str]:
         """The environment variable that carries these options, as `{name: value}`."""

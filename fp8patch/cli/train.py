@@ -71,6 +71,13 @@ def train(
         list[str] | None,
         typer.Option(help="Also convert models of a matching class that do not train. Repeatable."),
     ] = None,
+    compile_: Annotated[
+        bool,
+        typer.Option("--compile", help="Compile repeated blocks, each once, for training."),
+    ] = False,
+    cuda_graphs: Annotated[
+        bool, typer.Option("--cuda-graphs", help="Compile them, and replay them as CUDA graphs.")
+    ] = False,
     compat: Annotated[
         bool, typer.Option("--compat", help="Supply names that scripts of other versions expect.")
     ] = False,
@@ -96,6 +103,8 @@ def train(
         raise typer.BadParameter(f"{' and '.join(chosen)} exclude each other: choose one.")
     if off and check:
         raise typer.BadParameter("--off changes nothing, so --check could not stop the script.")
+    if off and (compile_ or cuda_graphs):
+        raise typer.BadParameter("--off changes nothing, so nothing could be compiled.")
     after_dashes: bool = ctx.meta[_AFTER_DASHES]
     if after_dashes and nproc is not None:
         raise typer.BadParameter(
@@ -119,6 +128,8 @@ def train(
         include=tuple(include or ()),
         tokens=tokens,
         roots=tuple(roots or ()),
+        compile=compile_,
+        cuda_graphs=cuda_graphs,
         compat=compat,
         report=None if report is None or off else _report(report),
         log_every=log_every,
