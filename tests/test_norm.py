@@ -118,6 +118,21 @@ def test_what_the_user_gets_can_become_an_array(kind: type[nn.Module]) -> None:
         assert hidden.detach().numpy().dtype == "float32"
 
 
+def test_an_evaluation_in_the_first_step_tells_nothing() -> None:
+    """Nobody watches there who else reads a norm."""
+    model = build(PreLN)
+    seen = watch(model)
+    x = torch.randn(4, D)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.autocast("cpu", BF16), fp8patch.autocast(backend="emulate"):
+        model(x).sum().backward()
+        with torch.no_grad():
+            model(x)
+        optimizer.step()
+        model(x)
+    assert [t.dtype for t in seen] == [FP32, FP32, BF16]
+
+
 @pytest.mark.parametrize("kind", [PreLN, PostLN, Returned])
 @pytest.mark.parametrize(("norm_output", "dtype"), [("bf16", BF16), ("fp32", FP32)])
 def test_the_recipe_decides(kind: type[nn.Module], norm_output: str, dtype: torch.dtype) -> None:

@@ -127,8 +127,8 @@ def _forward_in_eager(norm: Any, input: Tensor, region: regions.Region) -> Tenso
     observe = enter_module(bank, region)
     if norm._fp8_narrow is None:
         bank.adopt_norm(norm)
-    # Recomputation shows nothing new, and nobody watches who reads what.
-    observation = None if region.reopened else bank.observation
+    # Recomputation shows nothing new, and nobody watches who reads what; nor in an evaluation.
+    observation = bank.observation if observe and not region.reopened else None
     call = _kernel_call(norm, input, region)
     if call is None:
         output = _stock(norm, input)
