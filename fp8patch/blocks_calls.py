@@ -80,15 +80,21 @@ class Caller:
         region = regions.state.region
         if region is not None:
             banks: list[Any] = [call.root._fp8_bank for call in regions.state.roots]
-            # The first step is watched, which a graph can't be.
-            unknown = not banks or any(bank.observation is not None for bank in banks)
-            if unknown or region.calibrating:
+            # The first step is watched, which a graph can't be. Without a root that is known to
+            # the region, a converted module has to find out in its own forward.
+            watched = any(bank.observation is not None for bank in banks)
+            unknown = not banks and any(map(_is_converted, _state.calls[0].module.modules()))
+            if watched or unknown or region.calibrating:
                 return EAGER
         return COMPILED if self.graphs is None else self.graphs.begin()
 
     def ran_graphs(self) -> bool:
         """Did the call that is running use CUDA graphs?"""
         return self._entry == _state.entry and self._mode is GRAPHS
+
+
+def _is_converted(module: nn.Module) -> bool:
+    return hasattr(type(module), "_fp8_base")
 
 
 # Hooks are module-level functions that find what they need here: a copy of a model is not in it,

@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from fp8patch import messages
+from fp8patch.modules.base import Float8Module
+from fp8patch.modules.weights import prepare
 
 __all__ = ["COMPILED", "EAGER", "GRAPHS", "BlockCall", "Mode", "Structure"]
 
@@ -157,6 +159,9 @@ class BlockCall:
         self._block = weakref.ref(block)
         self._mode = mode
         self._wrote = wrote
+        # Its modules whose weights are whole in a forward only, after the block's hooks (FSDP): a
+        # graph can't quantise them.
+        self._gathered: list[nn.Module] | None = None
         self._through_hooks = (
             functools.partial(self._forward, False),
             functools.partial(self._forward, True),
@@ -183,6 +188,10 @@ class BlockCall:
     def _forward(self, graphs: bool, /, *args: Any, **kwargs: Any) -> Any:
         block: Any = self._block()
         structure = self.structure
+        if self._gathered is None:
+            self._gathered = [m for m in block.modules() if _is_gathered(m)]
+        for module in self._gathered:
+            prepare(module, observe=True)
         kind = structure.choose(_shape(args, kwargs), graphs)
         if kind not in structure.failed:
             try:
@@ -215,6 +224,10 @@ def _failures() -> tuple[type[Exception], ...]:
     from torch._dynamo import exc
 
     return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
+
+
+def _is_gathered(module: Any) -> bool:
+    return isinstance(module, Float8Module) and module._fp8_weight_state.gathered
 
 
 def _hooked(block: Any) -> bool:

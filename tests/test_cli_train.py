@@ -74,11 +74,12 @@ def test_options_reach_the_run(parse: Any, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("base: rowwise\n")
     _, options = parse(
         "-r mine.yaml --only a --only b --skip c --include d --tokens 9 --roots E --compat "
-        "--report r.json --log-every 5 --check s.py"
+        "--report r.json --log-every 5 --compile --cuda-graphs --check s.py"
     )
     assert options == TrainOptions(
         recipe=str(tmp_path / "mine.yaml"), only=("a", "b"), skip=("c",), include=("d",), tokens=9,
         roots=("E",), compat=True, report=str(tmp_path / "r.json"), log_every=5, check=True,
+        compile=True, cuda_graphs=True,
     )  # fmt: skip
     assert parse("-r rowwise s.py")[1].recipe == "rowwise"
     command, _ = parse("--nproc 2 s.py --nproc 3")
@@ -93,6 +94,7 @@ def test_options_reach_the_run(parse: Any, tmp_path: Path) -> None:
         ("--frob s.py", 2, "--frob"),
         ("--fp8 --off s.py", 2, "--fp8 and --off exclude each other"),
         ("--off --check s.py", 2, "--check could not stop"),
+        ("--off --compile s.py", 2, "nothing could be compiled"),
         ("--nproc 2 -- torchrun s.py", 2, "torchrun --nproc-per-node 2"),
         ("--nproc 0 s.py", 2, "--nproc"),
         ("--tokens 0 s.py", 2, "--tokens"),

@@ -87,15 +87,18 @@ class Float8Module(nn.Module):
         Under FSDP, or offloaded to meta by a hook, there is no whole weight here: that happens in
         each forward.
         """
-        whole = type(self.weight) in (nn.Parameter, Tensor) and not self.weight.is_meta
+        whole = self._is_whole()
         self._fp8_weight_state.gathered = not whole
         if self._fp8_weight_q is not None and whole:
             prepare(self, observe)
 
     def first_use(self, observe: bool) -> None:
         """Bind and quantise now: a compiled forward can't do it when it needs it."""
-        if self._fp8_weight_q is None and not self.weight.is_meta:
+        if self._fp8_weight_q is None and self._is_whole():
             prepare(self, observe)
+
+    def _is_whole(self) -> bool:
+        return type(self.weight) in (nn.Parameter, Tensor) and not self.weight.is_meta
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self._fp8_bank.recipe.name}{_changed(self)}"
