@@ -138,6 +138,7 @@ for (rows, cols), tile in (
     for center, dtype in ((True, torch.float32), (False, torch.bfloat16)):
         where = rows, cols, center
         x = (torch.randn(rows, cols + 3) * 3 + 100).to(dtype)[:, :cols]
+        x[:, :16] += 1000.0 * (rows == 33)  # the first part lies far from the mean
         bias = torch.randn(cols) if center else None
         arguments = x, torch.randn(cols), bias, 1e-5, center, not center, torch.float32
         a, b = slot(), slot()
@@ -149,9 +150,10 @@ for (rows, cols), tile in (
             assert not e.numel() or numerics.sqnr(e, g) > 100, (where, numerics.sqnr(e, g))
         assert torch.allclose(a[1], b[1], rtol=1e-5), where
         assert a[2][3] == b[2][3] == x.numel(), where
-        # FP8 of the y that was written: a few percent one step off.
+        # FP8 of the y that was written: a few percent one step off, or half.
         back = got[3][:, :cols].float() / 30
-        assert numerics.sqnr(got[0].clamp(-14.9, 14.9), back) > 20, where
+        db = numerics.sqnr(got[0].clamp(-14.9, 14.9), back)
+        assert db > 12, (where, db)
         assert torch.equal(got[4][:cols, :rows].float(), got[3].float()[:, :cols].t()), where
         assert not got[4][cols:].float().any() and not got[4][:, rows:].float().any(), where
         assert not got[3].float()[:, cols:].any(), where

@@ -236,7 +236,8 @@ def _fits(input: Tensor, found: _Parameters) -> bool:
     for vector in found.weight, found.bias:
         if vector is None:
             continue
-        same = vector.shape == (width,) and vector.device == input.device
+        same = vector.shape == (width,) and vector.stride() == (1,)
+        same = same and vector.device == input.device
         if not same or vector.dtype not in DTYPES or type(vector) not in (Tensor, nn.Parameter):
             return False
     return 0 < width <= MAX_COLUMNS

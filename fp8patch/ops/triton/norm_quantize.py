@@ -42,29 +42,42 @@ def tile_of(cols: int) -> Tile:
 
 
 @triton.jit
+def _part(x, m, start, rows, stride, COLS: tl.constexpr, BK: tl.constexpr):
+    """FP32 values of the rows m from column `start` on, and where they are inside; zero outside."""
+    k = start + tl.arange(0, BK)
+    inside = (m[:, None] < rows) & (k[None, :] < COLS)
+    offsets = m.to(tl.int64)[:, None] * stride + k[None, :]
+    return tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32), inside
+
+
+@triton.jit
 def _statistics(
     x, m, rows, stride, eps,
     COLS: tl.constexpr, CENTER: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """(mean, rstd) of the rows m. Parts of a row are joined by their own means, which loses nothing
-    where the mean is large."""
-    mean = tl.zeros((BM,), tl.float32)
-    spread = tl.zeros((BM,), tl.float32)
+    """(mean, rstd) of the rows m.
+
+    Sums are kept a column and added up once: reductions across threads are what costs here. They
+    are of the distance to the mean of a row's first part, so that a large mean loses nothing.
+    """
+    near = tl.zeros((BM,), tl.float32)
+    if CENTER:
+        values, _ = _part(x, m, 0, rows, stride, COLS, BK)
+        near = tl.sum(values, 1) / min(COLS, BK)
+    first = tl.zeros((BM, BK), tl.float32)
+    second = tl.zeros((BM, BK), tl.float32)
     for start in range(0, COLS, BK):
-        k = start + tl.arange(0, BK)
-        inside = (m[:, None] < rows) & (k[None, :] < COLS)
-        offsets = m.to(tl.int64)[:, None] * stride + k[None, :]
-        values = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+        values, inside = _part(x, m, start, rows, stride, COLS, BK)
         if CENTER:
-            count = tl.minimum(COLS - start, BK).to(tl.float32)
-            here = tl.sum(values, 1) / count
-            values = tl.where(inside, values - here[:, None], 0.0)
-            part = count / (start + count)
-            apart = here - mean
-            mean += apart * part
-            spread += apart * apart * (start * part)
-        spread += tl.sum(values * values, 1)
-    return mean, tl.rsqrt(spread / COLS + eps)
+            values = tl.where(inside, values - near[:, None], 0.0)
+            first += values
+        second += values * values
+    square = tl.sum(second, 1) / COLS
+    if CENTER:
+        apart = tl.sum(first, 1) / COLS
+        square = tl.maximum(square - apart * apart, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return near + apart, tl.rsqrt(square + eps)
+    return near, tl.rsqrt(square + eps)
 
 
 @triton.jit
