@@ -21,8 +21,8 @@ from torch import Tensor
 
 from fp8patch import messages
 
-# The kernels hold whole rows in registers.
-MAX_COLUMNS = 32768
+# The kernels hold whole rows in registers; beyond this they are right too, and spill most of a row.
+MAX_COLUMNS = 16384
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _library = torch.library.Library("fp8patch", "FRAGMENT")
