@@ -5,13 +5,22 @@ Nothing here imports accelerate: where the script has not, there is nothing to l
 
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from fp8patch.errors import ConversionError, HardwareError
 
-__all__ = ["check_environment", "check_model", "no_fp8_in_this_build", "surely_no_fp8"]
+if TYPE_CHECKING:
+    from fp8patch.plan import Plan
+
+__all__ = [
+    "check_environment",
+    "check_model",
+    "check_plan",
+    "no_fp8_in_this_build",
+    "surely_no_fp8",
+]
 
 _ACCELERATE_FP8 = (
     "Accelerate's own fp8 mode converts the model by Transformer Engine or torchao, and fp8patch "
@@ -44,6 +53,21 @@ def check_model(model: nn.Module) -> None:
             "the run uses DeepSpeed, which owns the model's weights. Use DDP or FSDP2 instead."
         )
     refuse_unsupported(model)
+
+
+def check_plan(plan: "Plan") -> None:
+    """Raises ConversionError if a part of the model is quantised already.
+
+    Not a skip with a reason, as in a plan for reading: the run would be half in another format.
+    """
+    held = [d for d in plan.decisions if d.code == "quantized"]
+    if held:
+        more = f" and {len(held) - 1} more" if len(held) > 1 else ""
+        raise ConversionError(
+            f"{held[0].path or 'the model'}{more}: {held[0].reason}. FP8 training needs the "
+            "high-precision weights: load the model without quantisation, or leave these modules "
+            "out (--skip PATTERN)."
+        )
 
 
 def no_fp8_in_this_build() -> str | None:

@@ -255,6 +255,7 @@ class Run:
             plan = make_plan(inner, self.options, execution, args, kwargs, others=bool(self.models))
             if plan is None:
                 return None
+            conflicts.check_plan(plan)
             from fp8patch.convert import convert_model
 
             convert_model(inner, plan)

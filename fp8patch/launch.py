@@ -194,10 +194,10 @@ def _verdict(code: int, options: TrainOptions, armed: list[dict[str, Any]]) -> i
             "or starts processes on other machines (run fp8patch train on each of them)."
         )
     elif options.backend != "bf16" and not any(status.get("ran_fp8") for status in armed):
-        # Where `auto` found no GPU for FP8, the processes have said that.
-        if options.backend == "auto" and all(
-            status.get("backend") in ("off", "bf16") for status in armed
-        ):
+        # Where `auto` found no GPU for FP8, the processes have said that; a launcher, which imports
+        # torch as well, meets no model and decides nothing.
+        decided = {status.get("backend") for status in armed} - {None}
+        if options.backend == "auto" and decided and decided <= {"off", "bf16"}:
             return 0
         problem = (
             f"nothing ran in FP8: of {len(armed)} armed "

@@ -5,6 +5,8 @@ Standard output belongs to the command line, and to the user's own script when w
 
 import sys
 import threading
+from contextlib import AbstractContextManager, nullcontext
+from typing import TextIO
 
 __all__ = ["note", "once", "one_line", "warn"]
 
@@ -51,8 +53,18 @@ def _write(text: str) -> None:
     if stream is None:
         return
     try:
-        # One write, newline included, so that lines of several ranks do not interleave.
-        stream.write(f"fp8patch: {line}\n")
-        stream.flush()
+        with _bars_aside(stream):
+            # One write, newline included, so that lines of several ranks do not interleave.
+            stream.write(f"fp8patch: {line}\n")
+            stream.flush()
     except (OSError, ValueError):
         pass
+
+
+def _bars_aside(stream: TextIO) -> AbstractContextManager[object]:
+    """On a terminal, the script's progress bars (tqdm) are cleared and drawn again below."""
+    mode = getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "external_write_mode", None)
+    if mode is None or not stream.isatty():
+        return nullcontext()
+    aside: AbstractContextManager[object] = mode(file=stream)
+    return aside

@@ -164,7 +164,8 @@ FALLEN_BACK = {**IDLE, "backend": "off"}
         ("auto", [], 0, 0, "warning: nothing was patched"),
         ("auto", [IDLE], 0, 0, "warning: nothing ran in FP8"),
         ("auto", [FALLEN_BACK], 0, 0, ""),
-        ("auto", [FALLEN_BACK, IDLE], 0, 0, "nothing ran in FP8"),
+        ("auto", [FALLEN_BACK, IDLE], 0, 0, ""),  # a launcher, such as torchrun
+        ("auto", [FALLEN_BACK, {**IDLE, "backend": "fp8"}], 0, 0, "nothing ran in FP8"),
         ("bf16", [IDLE], 0, 0, ""),
         ("bf16", [], 0, 0, "nothing was patched"),
         ("fp8", [], 3, 3, ""),

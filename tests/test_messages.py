@@ -37,6 +37,27 @@ def test_a_lost_stderr_is_no_error(monkeypatch: pytest.MonkeyPatch, closed: bool
     messages.note("nobody reads this")
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_line_beside_a_progress_bar(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    """On a terminal the bar makes room; in a file nothing is drawn twice."""
+    tqdm = pytest.importorskip("tqdm")
+    screen = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", screen)
+    bar = tqdm.tqdm(total=3, file=screen, mininterval=0)
+    bar.update()
+    drawn = screen.getvalue().count("1/3")
+    messages.note("a model")
+    rows = [row.rpartition("\r")[2] for row in screen.getvalue().split("\n")]
+    assert ("fp8patch: a model" in rows) is terminal
+    assert screen.getvalue().count("1/3") == drawn + terminal
+    bar.close()
+
+
 def test_all_errors_are_ours() -> None:
     named = [getattr(errors, name) for name in errors.__all__]
     assert all(issubclass(error, errors.Fp8PatchError) for error in named)

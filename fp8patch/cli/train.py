@@ -119,6 +119,8 @@ def train(
 
     if off and report is not None:
         warn(f"--off changes nothing at all, so nothing is measured for {report}.")
+    if off and compat:
+        warn("--off changes nothing at all, so --compat supplies no names.")
     backends: dict[str, Any] = {"--fp8": "fp8", "--emulate": "emulate", "--no-fp8": "bf16"}
     options = TrainOptions(
         backend="off" if off else backends[chosen[0]] if chosen else "auto",
