@@ -4,6 +4,7 @@ Blocks and not the model: one graph serves all of one structure, so that it comp
 what is between the blocks (an embedding, a loss, a script's own Python) may do as it likes.
 """
 
+import importlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -49,6 +50,9 @@ def compile_blocks(
         raise Fp8PatchError(
             f"compile_blocks takes a torch.nn.Module, not {type(model).__name__} ({model!r:.60})."
         )
+    # A converted root prepares for compiled blocks where the compiler is loaded.
+    importlib.import_module("torch._dynamo")
+
     known = _compiled.get(model)
     if known is not None:
         known.undo()

@@ -40,25 +40,25 @@ class Structure:
 
     Attributes:
         name: What messages call it: "model.layers.0 to model.layers.11 (LlamaDecoderLayer)".
-        first: The shape that the static graph is for.
+        first: What the static graphs are for: {number of dimensions of each tensor: its shapes}.
         failed: {(dynamic, graphs): why} of what can't be compiled.
     """
 
     def __init__(self, name: str, backend: str | Callable[..., Any], variants: int) -> None:
         self.name = name
-        self.first: Any = None
+        self.first: dict[tuple[int, ...], tuple[torch.Size, ...]] = {}
         self.failed: dict[tuple[bool, bool], str] = {}
         self._backend = backend
         self._limit = _GRAPHS_A_VARIANT * variants
         self._compiled: dict[tuple[bool, bool], Callable[..., Any]] = {}
-        self._shapes: set[Any] = set()
+        self._shapes: set[tuple[torch.Size, ...]] = set()
 
-    def choose(self, shape: Any, graphs: bool) -> tuple[bool, bool]:
-        """(dynamic, graphs) for an input of this shape."""
-        if self.first is None:
-            self.first = shape
-        dynamic = shape != self.first
-        if graphs and dynamic and shape not in self._shapes:
+    def choose(self, shapes: tuple[torch.Size, ...], graphs: bool) -> tuple[bool, bool]:
+        """(dynamic, graphs) for a call with tensors of these shapes."""
+        # With a mask and without are graphs of their own, each with its first shapes.
+        form = tuple(len(shape) for shape in shapes)
+        dynamic = self.first.setdefault(form, shapes) != shapes
+        if graphs and dynamic and shapes not in self._shapes:
             if len(self._shapes) >= _MOST_SHAPES:
                 messages.once(
                     f"shapes {self.name}",
@@ -66,7 +66,7 @@ class Structure:
                     "but without a CUDA graph: pad batches to a few lengths.",
                 )
                 return True, False
-            self._shapes.add(shape)
+            self._shapes.add(shapes)
         return dynamic, graphs
 
     def compiled(self, kind: tuple[bool, bool]) -> Callable[..., Any]:
@@ -192,7 +192,7 @@ class BlockCall:
             self._gathered = [m for m in block.modules() if _is_gathered(m)]
         for module in self._gathered:
             prepare(module, observe=True)
-        kind = structure.choose(_shape(args, kwargs), graphs)
+        kind = structure.choose(_shapes(args, kwargs), graphs)
         if kind not in structure.failed:
             try:
                 output = structure.compiled(kind)(block, args, kwargs)
@@ -239,9 +239,6 @@ def _hooked(block: Any) -> bool:
     )
 
 
-def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of the first tensor, the hidden states; all others go by it."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            return value.shape
-    return None
+def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Size, ...]:
+    values = (*args, *kwargs.values())
+    return tuple(value.shape for value in values if isinstance(value, torch.Tensor))
