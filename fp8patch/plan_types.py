@@ -27,7 +27,9 @@ NORM_KINDS: tuple[Kind, ...] = ("norm", "rmsnorm")
 # The kinds that have an FP8 form, and the codes of what is converted.
 _CONVERTIBLE: tuple[Kind, ...] = ("linear", "conv1d", *NORM_KINDS)
 _CONVERTED = ("ok", "hooked")
-# Outputs from which on a misaligned head is slow enough to matter (modules/aligned.py).
+# What is left in BF16 for itself, and not because somebody asked for it; and the outputs from which
+# on a misaligned one is slow enough to matter (modules/aligned.py).
+_ALIGNED = ("head", "tied_head", "classifier", "misaligned")
 _LARGE_HEAD = 1024
 
 # Every reason code, with what it means in general; a decision's `reason` says it of one module.
@@ -92,9 +94,9 @@ class Decision:
 
     @property
     def aligned_to(self) -> int | None:
-        """Rows of the copy that an output head's BF16 GEMM runs on; None: on the weight itself."""
-        head = self.action == "skip" and self.code in ("head", "tied_head")
-        if not head or self.class_name != "Linear" or self.out_features < _LARGE_HEAD:
+        """Rows of the copy that its BF16 GEMM runs on; None: on the weight itself."""
+        left = self.action == "skip" and self.code in _ALIGNED
+        if not left or self.class_name != "Linear" or self.out_features < _LARGE_HEAD:
             return None
         return -(-self.out_features // 8) * 8 if self.out_features % 8 else None
 

@@ -180,7 +180,11 @@ def main(words: list[str] | None = None) -> int:
                 except RuntimeError as error:
                     print(f"FAIL {mode}, {ranks} ranks: {error}")
                     return 1
-                print(f"{mode}, {ranks} ranks: {runs[mode, ranks].tokens_a_second():,.0f} tokens/s")
+                found = runs[mode, ranks]
+                print(f"{mode}, {ranks} ranks: {found.tokens_a_second():,.0f} tokens/s", flush=True)
+                if found.state and ranks == 2:  # At once: a machine may be taken away.
+                    equal = same(*found.weights), same(*found.state, (".scale", ".history"))
+                    print(f"  parameters and scales equal over ranks: {equal}", flush=True)
     rows = check(runs, args.steps)
     marks = [
         f"{'ok  ' if ok else 'FAIL'} {what}{f': {how}' if how else ''}" for what, ok, how in rows

@@ -59,6 +59,16 @@ def test_other_heads_stay_as_they_are(vocabulary: int) -> None:
     assert type(model.lm_head) is nn.Linear
 
 
+def test_a_head_that_may_run_in_fp8_but_does_not_fit() -> None:
+    """Asked for, and skipped for its shape: its GEMM is as slow as any other head's."""
+    model = Model()
+    plan = fp8patch.plan_model(model, include=("*",))
+    head = next(d for d in plan.decisions if d.path == "lm_head")
+    assert (head.code, head.aligned_to) == ("misaligned", 1032)
+    skipped = fp8patch.plan_model(model, include=("*",), skip=("lm_head",))
+    assert next(d for d in skipped.decisions if d.path == "lm_head").aligned_to is None
+
+
 def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
     model = fp8patch.convert_model(Model(), include=("up",))
     fp8patch.save(model, tmp_path / "saved")
