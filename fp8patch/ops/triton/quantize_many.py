@@ -18,7 +18,7 @@ from fp8patch.ops.triton.packing import ASSEMBLY
 from fp8patch.ops.triton.quantize import CONSTANTS, bits_of, live_scale, load_row, quantize_tile
 
 # Rows, columns and warps of a tile, found with scripts/tune_quantize.py on an H200.
-TILE = (32, 128, 2)
+TILE = (32, 64, 2)
 # Columns of the table of addresses, int64.
 _COLUMNS = 9
 _POINTERS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
