@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from fp8patch import messages
+from fp8patch import messages, regions
 from fp8patch.modules.base import Float8Module
 from fp8patch.modules.weights import prepare
 
@@ -186,12 +186,25 @@ class BlockCall:
             block.__dict__.pop("forward", None)
 
     def _forward(self, graphs: bool, /, *args: Any, **kwargs: Any) -> Any:
+        gathered: list[Any] = [] if regions.active() is None else self._modules_gathered()
+        for module in gathered:
+            prepare(module, observe=True)
+            module._fp8_weight_state.ahead = True
+        try:
+            return self._compiled_or_not(graphs, args, kwargs)
+        finally:
+            for module in gathered:
+                module._fp8_weight_state.ahead = False
+
+    def _modules_gathered(self) -> list[nn.Module]:
+        if self._gathered is None:
+            block: Any = self._block()
+            self._gathered = [m for m in block.modules() if _is_gathered(m)]
+        return self._gathered
+
+    def _compiled_or_not(self, graphs: bool, args: Any, kwargs: Any) -> Any:
         block: Any = self._block()
         structure = self.structure
-        if self._gathered is None:
-            self._gathered = [m for m in block.modules() if _is_gathered(m)]
-        for module in self._gathered:
-            prepare(module, observe=True)
         kind = structure.choose(_shapes(args, kwargs), graphs)
         if kind not in structure.failed:
             try:

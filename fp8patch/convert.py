@@ -79,6 +79,8 @@ def convert_model(
     # All found before one is changed: a plan for another model leaves this one as it is.
     modules = [_submodule(model, decision) for decision in decisions]
     heads = [_submodule(model, d) for d in plan.decisions if gemms and d.aligned_to is not None]
+    # (Not one that is sharded already: FSDP has given it a class of its own.)
+    heads = [head for head in heads if type(head) is nn.Linear]
     probe = NormProbe()
     forms = [_form(d, module, probe) for d, module in zip(decisions, modules, strict=True)]
     for decision, module, form in zip(decisions, modules, forms, strict=True):

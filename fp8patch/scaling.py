@@ -115,6 +115,7 @@ class Bank:
         if self._home.get(path, device) != device:
             states = [self._slots[self._home[path]].read(base + role) for role in range(3)]
             self._saved.update({(path, role): state for role, state in enumerate(states)})
+            self.casts.clear()  # They know addresses that it leaves, and keep memory there.
         slots = self._slots.get(device)
         if slots is None:
             slots = self._slots[device] = self._make_slots(device)
@@ -301,8 +302,7 @@ class Bank:
         if training and not self.observed and self.observation is None:
             self.observation = Observation()
         # Here and not only in each module's forward: a compiled forward can't look.
-        members = list(self.members())
-        if members:
+        if members := list(self.members()):
             members[0].refresh_weights(members, training)
 
     def update(self, group: Any = None) -> None:

@@ -1,6 +1,7 @@
 """What every test gets: one thread, no network, and the rule for tests that need a GPU."""
 
 import os
+from collections.abc import Iterator
 from functools import cache
 
 import hypothesis
@@ -19,6 +20,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # The same examples on every run: a red build has to be the change's fault.
 hypothesis.settings.register_profile("fp8patch", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("fp8patch")
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process group of one, on the CPU."""
+    store = tmp_path_factory.mktemp("store") / "store"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.distributed.init_process_group("gloo", f"file://{store}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
 
 @cache

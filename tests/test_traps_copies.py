@@ -304,3 +304,15 @@ def test_a_class_made_for_an_allowlisted_subclass(copied: Any) -> None:
     assert torch.equal(run(twin), run(model))
     step(twin, X, sgd(twin))
     assert type(fp8patch.revert_model(twin)[0]) is FalconLinear
+
+
+@pytest.mark.parametrize("copied", [pickled, copy.deepcopy])
+def test_what_was_compiled_stays_with_the_original(copied: Any) -> None:
+    """As nn.Module has it: a compiled call knows the module that it was made of."""
+    model = fp8patch.convert_model(blocks())
+    for layer in (model.layers[0].up, model.layers[0].norm):
+        layer.compile(backend="eager")
+    twin = copied(model)
+    for layer in (twin.layers[0].up, twin.layers[0].norm):
+        assert layer._compiled_call_impl is None
+    assert type(twin.layers[0].norm) is fp8patch.Float8LayerNorm

@@ -1,8 +1,6 @@
 """Traps of the frameworks around a model: accelerate's hooks, Trainer, DDP, FSDP."""
 
 import copy
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -229,16 +227,6 @@ def test_trainer(
 
 
 # -- distributed wrappers ------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A process group of one, on the CPU."""
-    store = tmp_path_factory.mktemp("store") / "store"
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.distributed.init_process_group("gloo", f"file://{store}", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("group")

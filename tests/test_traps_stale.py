@@ -277,6 +277,24 @@ def test_invalidate() -> None:
     in_both(model)
 
 
+def test_a_quantised_weight_follows_to_another_device() -> None:
+    model = model_of_blocks()
+    optimizer = sgd(model)
+    for _ in range(2):
+        step(model, X, optimizer)
+    layer = model.layers[0].up
+    # As if the model had lain elsewhere until now.
+    layer._fp8_weight_q = type(layer._fp8_weight_q)(*(t.to("meta") for t in layer._fp8_weight_q))
+    model._fp8_bank.casts["elsewhere"] = [], None
+    layer._fp8_device = torch.device("meta")
+    model._fp8_bank._home["layers.0.up"] = torch.device("meta")
+    model._fp8_bank._slots[torch.device("meta")] = model._fp8_bank._slots[torch.device("cpu")]
+    step(model, X, optimizer)
+    assert {t.device.type for t in layer._fp8_weight_q} == {"cpu"}
+    assert not model._fp8_bank.casts
+    in_both(model)
+
+
 def test_backward_through_weights_that_have_stepped_raises() -> None:
     # As in stock PyTorch: the gradient would be of no function that was ever computed.
     def check(model: Any) -> None:

@@ -84,27 +84,32 @@ class Float8Module(nn.Module):
     def refresh_weight(self, observe: bool) -> None:
         """Quantise the weight again if it is out of date and was ever used.
 
-        Under FSDP, or offloaded to meta by a hook, there is no whole weight here: that happens in
-        each forward.
+        Under FSDP (whose shards are DTensors, or flat), or offloaded to meta by a hook, there is no
+        whole weight here: that happens in each forward.
         """
-        whole = self._is_whole()
-        self._fp8_weight_state.gathered = not whole
-        if self._fp8_weight_q is not None and whole:
+        if self._is_whole() and self._fp8_weight_q is not None:
             prepare(self, observe)
 
     def first_use(self, observe: bool) -> None:
         """Bind and quantise now: a compiled forward can't do it when it needs it."""
-        if self._fp8_weight_q is None and self._is_whole():
+        if self._is_whole() and self._fp8_weight_q is None:
             prepare(self, observe)
 
     def _is_whole(self) -> bool:
-        return type(self.weight) in (nn.Parameter, Tensor) and not self.weight.is_meta
+        weight = self.weight
+        whole = type(weight) in (nn.Parameter, Tensor) and weight.dim() == 2 and not weight.is_meta
+        self._fp8_weight_state.gathered = not whole
+        if not whole:
+            self._fp8_weight_state.saw_shard(weight)
+        return whole
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self._fp8_bank.recipe.name}{_changed(self)}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, **fresh_runtime()}
+        state = {**self.__dict__, **fresh_runtime()}
+        state.pop("_compiled_call_impl", None)  # As nn.Module does.
+        return state
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return rebuild, (self._fp8_registered, self._fp8_base), self.__getstate__()
@@ -216,8 +221,11 @@ def _forward_in_region(module: Any, input: Tensor, region: regions.Region) -> Te
         if nothing_compiles() and (spec := ready.recall(module, input, region)) is not None:
             return _run(module, input, spec)
         return _forward_in_eager(module, input, region)
-    # What the first step shows is seen in eager only, whoever compiled what; and so is a first use.
-    if module._fp8_bank.observation is not None or module._fp8_weight_q is None:
+    # What the first step shows is seen in eager only, whoever compiled what; so is a first use, and
+    # a weight that FSDP had yet to gather where the root was entered.
+    unknown = module._fp8_bank.observation is not None or module._fp8_weight_q is None
+    known = module._fp8_weight_state
+    if unknown or (known.gathered and not known.ahead):
         return _forward_in_eager(module, input, region)
     # Everything that looks at or moves the bank was done where the root was entered.
     precision = precision_of(module, region)

@@ -83,7 +83,9 @@ class Float8Norm(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has a bank of its own, which has to get to know it.
-        return {**self.__dict__, "_fp8_narrow": None, "_fp8_ready": None}
+        state = {**self.__dict__, "_fp8_narrow": None, "_fp8_ready": None}
+        state.pop("_compiled_call_impl", None)  # As nn.Module does.
+        return state
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return rebuild, (self._fp8_registered, self._fp8_base), self.__getstate__()
@@ -221,10 +223,10 @@ def _parameters(norm: Any, input: Tensor) -> _Parameters | None:
         # Over several dimensions, or refused by the stock class.
         if tuple(norm.normalized_shape) != input.shape[-1:]:
             return None
-        return _Parameters(norm.weight, norm.bias, norm.eps, True, False)
+        return _Parameters(norm.weight, norm.bias, float(norm.eps), True, False)
     if form.eps_name is None:
         return None
-    eps = getattr(norm, form.eps_name)
+    eps = float(getattr(norm, form.eps_name))
     return _Parameters(getattr(norm, form.weight), None, eps, False, form.factor == "1 + w")
 
 

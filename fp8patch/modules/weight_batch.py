@@ -52,6 +52,8 @@ def _can_join(module: Any, weight: Tensor, observe: bool) -> bool:
         return False
     if weight.shape[0] % ALIGNMENT or weight.shape[1] % ALIGNMENT or not weight.is_contiguous():
         return False
+    if weight.data_ptr() % 16:  # A part of a flat buffer: the kernel loads 16 bytes at a time.
+        return False
     scaling = module._fp8_recipe.scaling
     warm = scaling == "current" or not is_cold(module._fp8_weight_slot.scale)
     return scaling != "rowwise" and warm and module._fp8_device == weight.device
@@ -61,10 +63,12 @@ def _cast(group: _Group, modules: list[Any]) -> bool:
     bank = modules[0]._fp8_bank
     jobs = [_job(module) for module in modules]
     addresses = [(job[0].data_ptr(), job[1].data_ptr(), job[4].data_ptr()) for job in jobs]
-    known, casts = bank.casts.get(group, (None, None))
+    # One table for observed and other casts: it keeps what it writes to alive, replaced or not.
+    key = group[0], group[1], group[3]
+    known, casts = bank.casts.get(key, (None, None))
     if known != addresses:
         casts = many_casts(jobs)
-        bank.casts[group] = addresses, casts
+        bank.casts[key] = addresses, casts
     if casts is None:
         return False
     # What live amax are brought to; without a history there is no margin, so it is one for all.

@@ -34,6 +34,8 @@ class WeightState:
         replaced: It is another weight altogether, and the slot's scale says nothing about it.
         gathered: Between forwards there is no whole weight (FSDP, offloading): a new tensor each
             time is the same weight.
+        shard: The version of what there is instead, when it was last seen.
+        ahead: Who compiled the forward quantises the gathered weight ahead of each call.
     """
 
     tensor: weakref.ref[Tensor] | None = None
@@ -45,6 +47,8 @@ class WeightState:
     unseen: bool = True
     replaced: bool = False
     gathered: bool = False
+    shard: int | None = None
+    ahead: bool = False
 
     def moved(self, weight: Tensor) -> bool:
         """Is `weight` another tensor than the one that was quantised?"""
@@ -61,7 +65,13 @@ class WeightState:
         """The optimizer that owns `weight` has just stepped."""
         self.owner = weakref.ref(optimizer)
         self.outdated = self.unseen = True
-        self.version = version(weight)
+        self.version = self.shard = version(weight)
+
+    def saw_shard(self, weight: Tensor) -> None:
+        """Between forwards there is only `weight`, a part of the whole one or a stand-in."""
+        known, self.shard = self.shard, version(weight)
+        if known is not None and known != self.shard:
+            self.change()
 
     def change(self, replaced: bool = False) -> None:
         """The weight is not what was quantised any more."""
@@ -91,7 +101,8 @@ def prepare(module: Any, observe: bool, calibrating: bool = False) -> None:
     if module._fp8_device != weight.device:
         bank.bind(module)
     moved, written = known.moved(weight), known.written(weight)
-    if known.replaced or written or (moved and not known.gathered):
+    # (What was gathered has a version and an address that say nothing of the shard's.)
+    if known.replaced or ((written or moved) and not known.gathered):
         _forget_if_clipping(module, weight)
         known.replaced = False
     trusted = settled_owner(module) and not known.unseen
@@ -192,7 +203,10 @@ def _quantize_weight(module: Any, weight: Tensor, observe: bool, calibrating: bo
     if swap:
         new = Quantized(new.rows_t, new.rows, new.scale_inv_t, new.scale_inv)
     old: Quantized | None = module._fp8_weight_q
-    if old is None or not settled_owner(module) or old.rows.shape != new.rows.shape:
+    known: WeightState = module._fp8_weight_state
+    # Between two steps, what FSDP gathers once more is the same weight.
+    same = known.gathered and not known.outdated
+    if old is None or same or not settled_owner(module) or not _fit(old.rows, new.rows):
         # Fresh tensors: a graph that is still to run backward may hold the old ones, and what it
         # holds is right (the weight may not even have changed).
         module._fp8_weight_q = new
@@ -200,3 +214,8 @@ def _quantize_weight(module: Any, weight: Tensor, observe: bool, calibrating: bo
     # In place: as in stock PyTorch, a backward through a weight that has since been stepped raises.
     for target, source in zip(old, new, strict=True):
         target.copy_(source)
+
+
+def _fit(old: Tensor, new: Tensor) -> bool:
+    """Can one be written over the other? (The model may have moved to another device.)"""
+    return old.shape == new.shape and old.device == new.device
