@@ -132,7 +132,7 @@ class autocast:
             reopened=outer.reopened,
             previous=outer.previous,
             thread=outer.thread,
-            banks=outer.banks,
+            banks=outer.banks if outer.calibrating else region.banks,
         )
 
     def __exit__(

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from fp8patch import input_cache
 from fp8patch.recipe import Recipe
 from fp8patch.scaling import Bank
 
@@ -87,6 +88,7 @@ class RootCall:
     training: bool
     # Python frames below it. A call that runs has deeper ones above it only.
     depth: int = 0
+    thread: int = field(default_factory=threading.get_ident)
     contexts: list[AbstractContextManager[Any]] = field(default_factory=list)
 
     def close(self) -> None:
@@ -139,6 +141,7 @@ def set_region(region: Region | None) -> None:
 
 def new_entry(training: bool) -> None:
     """An outermost forward begins."""
+    input_cache.forget()
     state.entry += 1
     state.trained = training
 

@@ -8,6 +8,7 @@ model in eval mode can be trained, and dropout has nothing to do with FP8.
 
 import dataclasses
 import sys
+import threading
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -80,9 +81,15 @@ def enter_root(root: Any, args: Any) -> None:
     if not region.reopened:
         if training and region.group is not None and not bank.all_bound and bank.due:
             _bind_all(root, bank)
+        again = bank.entry == state.entry
         bank.enter(state.entry, training, region.group)
-        if "torch._dynamo" in sys.modules and not bank.all_bound:
-            _bind_compiled(root, bank, training)
+        if "torch._dynamo" in sys.modules:
+            if not bank.all_bound:
+                _bind_compiled(root, bank, training)
+            if again and not state.roots and (members := list(bank.members())):
+                # One more evaluation: other weights may have been loaded since the last one, and
+                # what is compiled does not look.
+                members[0].refresh_weights(members, training)
         if training and bank.observation is not None and not state.roots:
             call.contexts = _observing(bank)
     state.roots.append(call)
@@ -98,7 +105,8 @@ def _drop_interrupted() -> int:
     while frame is not None:
         depth, frame = depth + 1, frame.f_back  # type: ignore[assignment]
     if state.region is None or not state.region.reopened:
-        while state.roots and state.roots[-1].depth >= depth:
+        thread = threading.get_ident()
+        while state.roots and state.roots[-1].thread == thread and state.roots[-1].depth >= depth:
             call = state.roots.pop()
             call.close()
             set_region(call.previous)
@@ -142,6 +150,8 @@ def leave_root(root: nn.Module, args: Any, output: Any) -> None:
     """Forward hook of a converted root; runs after a failed forward too."""
     if not state.roots or state.roots[-1].root is not root:
         return
+    if state.roots[-1].thread != threading.get_ident():
+        return  # The stock model, beside a call of it that is running.
     call = state.roots.pop()
     call.close()
     input_cache.forget()

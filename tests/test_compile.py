@@ -223,6 +223,26 @@ def test_a_whole_model_compiled_by_its_owner(in_place: bool) -> None:
     assert model._fp8_bank.siblings == eager._fp8_bank.siblings != {}
 
 
+@pytest.mark.parametrize("how", ["loaded", "in place"])
+def test_weights_change_between_two_evaluations(how: str) -> None:
+    """In one region, which is one entry: what is compiled looks at no weight by itself."""
+    model, x = build("delayed"), torch.randn(2, 8, D)
+    train(model, 0, 2, x)
+    compiled = torch.compile(model, backend="eager")
+    others = {n: -p if p.dim() == 2 else p for n, p in model.state_dict().items()}
+    with torch.no_grad(), fp8patch.autocast(backend="emulate"):
+        for _ in range(2):
+            old = compiled(x)
+        if how == "loaded":
+            model.load_state_dict(others)
+        else:
+            for name, parameter in model.named_parameters():
+                parameter.copy_(others[name])
+        new = compiled(x)
+        assert torch.equal(new, model(x))
+    assert not torch.equal(new, old)
+
+
 def test_the_compiler_is_not_imported_for_nothing() -> None:
     code = "import fp8patch.convert, fp8patch.amp, sys; assert 'torch._dynamo' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,6 +1,7 @@
 """Traps of regions and views: in-place edits, nested regions, errors, modules never called."""
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -209,3 +210,71 @@ def test_an_interrupt_inside_a_block_that_goes_on() -> None:
     input_slot = model.layers[0].up._fp8_input_slot
     assert float(input_slot.scale) < 448
     assert len(model._fp8_bank.read("layers.0.up", 1).history) == 3
+
+
+class Calls(nn.Module):
+    """Two layers, and a function of the test's between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.between: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        between, self.between = self.between, None
+        if between is not None:
+            between()
+        y: Tensor = self.second(x)
+        return y
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["the same model", "another one"])
+def test_a_call_in_another_thread_ends_none_of_ours(same: bool) -> None:
+    model, x = fp8patch.convert_model(Calls(), include=["*"]), noise(5, WIDTH)
+    other = model if same else fp8patch.convert_model(Calls(), include=["*"])
+    found = []
+
+    def beside() -> None:
+        thread = threading.Thread(target=other, args=(x,))
+        thread.start()
+        thread.join()
+        found.append([call.root for call in regions.state.roots])
+
+    model.between = beside
+    with fp8():
+        model(x).sum().backward()
+    assert found == [[model]]
+    assert model._fp8_bank.clock.backward_finished
+    assert regions.state.roots == []
+
+
+def test_calibration_inside_a_forward_is_of_that_block_alone() -> None:
+    """The regions that a root opens are the same objects from step to step."""
+    banks = []
+    for _ in range(2):
+        model: Any = fp8patch.convert_model(Calls(), include=["*"])
+
+        def calibrate(model: Any = model) -> None:
+            with fp8patch.autocast(calibrating=True):
+                model.first(noise(5, WIDTH))
+                assert regions.state.region is not None
+                banks.append(list(regions.state.region.banks))
+
+        model.between = calibrate
+        with torch.no_grad(), fp8():
+            model(noise(5, WIDTH))
+        assert banks.pop() == [model._fp8_bank]
+
+
+def test_a_layer_alone_does_not_serve_the_last_steps_cast() -> None:
+    """Without a root nothing says that a forward has ended; the next one begins with an entry."""
+    layer = fp8patch.Float8Linear(WIDTH, WIDTH)
+    optimizer, x = sgd(layer), noise(5, WIDTH)
+    with fp8():
+        for _ in range(3):
+            layer(x)
+            layer.weight.grad = torch.zeros_like(layer.weight)
+            optimizer.step()
+    assert len(layer._fp8_bank.read("", 0).history) == 2
+    assert float(layer._fp8_input_slot.amax) == float(x.abs().max())

@@ -33,7 +33,7 @@ def size_class(number: int) -> int:
     A compiled kernel may be called with the sizes that it was compiled for, and these alone: each
     size must be in the `variant` that is given to `Launcher`.
     """
-    return 1 if number == 1 else (0 if number % 16 else 16) + (number >> 31)
+    return -1 if number == 1 else (0 if number % 16 else 16) + (number >> 31)
 
 
 class Launcher:
