@@ -7,6 +7,7 @@ and does what the last training forward did.
 
 import inspect
 import sys
+import threading
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ class _Call:
     training: bool
     # The caller wants keys and values back, or brought some.
     caching: bool
+    thread: int = field(default_factory=threading.get_ident)
 
 
 @dataclass(slots=True)
@@ -38,7 +40,8 @@ class _State:
     """Of this process.
 
     Attributes:
-        calls: Calls of watched modules that are running, outermost first.
+        calls: Calls of watched modules that are running, outermost first; all in one thread. What
+            another thread calls beside them runs eagerly.
         entry: Numbers the outermost ones.
     """
 
@@ -59,7 +62,7 @@ class Caller:
 
     def mode(self) -> Mode:
         """What a block that is called now runs as."""
-        if not _state.calls:
+        if not _state.calls or _elsewhere():
             in_backward = torch._C._current_graph_task_id() != -1
             return self._last_training if in_backward else EAGER
         if self._entry != _state.entry:
@@ -130,10 +133,15 @@ def takes_cache(module: nn.Module) -> bool:
         return False
 
 
+def _elsewhere() -> bool:
+    """Are the calls that are running those of another thread?"""
+    return bool(_state.calls) and _state.calls[-1].thread != threading.get_ident()
+
+
 @outside_compiler
 def _enter(module: Any, args: Any, kwargs: Any) -> Any:
     depth = _drop_interrupted()
-    if module not in _callers:
+    if module not in _callers or _elsewhere():
         return None
     if not _state.calls:
         _state.entry += 1
@@ -153,14 +161,14 @@ def _drop_interrupted() -> int:
     depth, frame = 0, sys._getframe()
     while frame is not None:
         depth, frame = depth + 1, frame.f_back  # type: ignore[assignment]
-    while _state.calls and _state.calls[-1].depth >= depth:
+    while _state.calls and _state.calls[-1].depth >= depth and not _elsewhere():
         _state.calls.pop()
     return depth
 
 
 @outside_compiler
 def _leave(module: Any, args: Any, output: Any) -> Any:
-    if not _state.calls or _state.calls[-1].module is not module:
+    if not _state.calls or _state.calls[-1].module is not module or _elsewhere():
         return None
     caller = _callers.get(module)
     outermost = len(_state.calls) == 1

@@ -1,6 +1,7 @@
 """`compile_blocks`: which blocks it finds, when they run compiled, and what can't be."""
 
 import copy
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp8patch
-from fp8patch import blocks_run
+from fp8patch import blocks_calls, blocks_run
 from fp8patch.blocks_find import find_blocks, structure, variants
 
 # Dynamo's own: it looks at .grad of whatever it is given, and makes a Function to trace one.
@@ -305,3 +306,25 @@ def test_hooks_of_a_block_run_around_it() -> None:
         assert equal(a, b)
     assert counter.frame_count == 1
     assert len(seen) == 8
+
+
+def test_another_thread_runs_eagerly_and_ends_no_call() -> None:
+    """Its calls lie less deep than ours, as those that an interrupt has left behind do."""
+    model = build()
+    compile_blocks(model)
+    x = torch.randn(2, 8, D)
+    found: list[Any] = []
+
+    def beside(module: nn.Module, args: Any) -> None:
+        if not found:
+            found.append(None)
+            thread = threading.Thread(target=lambda: found.append(model(x)))
+            thread.start()
+            thread.join()
+            found.append([call.module for call in blocks_calls._state.calls])
+
+    model.blocks[1].register_forward_pre_hook(beside)
+    ours = model(x)
+    assert found[2] == [model]
+    assert torch.equal(found[1], ours)
+    assert blocks_calls._state.calls == []
