@@ -199,3 +199,29 @@ def test_the_terms_are_those_of_the_reader(made: dict[str, int]) -> None:
     made.update(norm=0, gemm=0)
     steps(model, 1, 2)
     assert made == {"norm": 2, "gemm": 2}
+
+
+@pytest.mark.parametrize("absent", ["meta", "flat"])
+def test_a_reader_whose_weight_is_not_there_yet(absent: str, made: dict[str, int]) -> None:
+    """accelerate's offloading, and FSDP1 with the norm in another unit."""
+    model = build()
+    steps(model, 2)
+    x, whole = torch.randn(2, 5, D), model.q.weight
+    away = whole.detach().flatten()[:8] if absent == "flat" else whole.detach().to("meta")
+
+    def gather(module: nn.Module, args: Any) -> None:
+        module._parameters["weight"] = whole
+
+    def release(module: nn.Module, args: Any, output: Any) -> None:
+        module._parameters["weight"] = nn.Parameter(away)
+
+    outputs = []
+    for hooked in (False, True):
+        if hooked:
+            model.q.register_forward_pre_hook(gather)
+            model.q.register_forward_hook(release)
+            release(model.q, None, None)
+        with torch.no_grad(), torch.autocast("cpu", BF16), fp8patch.autocast(backend="emulate"):
+            outputs.append(model(x))
+    assert torch.equal(*outputs)
+    assert model.q._fp8_device == torch.device("cpu")

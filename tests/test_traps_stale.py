@@ -295,6 +295,22 @@ def test_a_quantised_weight_follows_to_another_device() -> None:
     in_both(model)
 
 
+def test_tables_of_casts_go_with_the_optimizer() -> None:
+    # They keep quantised weights alive.
+    model = model_of_blocks()
+    optimizer = sgd(model)
+    for _ in range(2):
+        step(model, X, optimizer)
+    casts = model._fp8_bank.casts
+    casts["on a GPU"] = [], None
+    backward(model, X)
+    assert casts
+    del optimizer
+    with torch.no_grad(), fp8():
+        model(X)
+    assert not casts
+
+
 def test_backward_through_weights_that_have_stepped_raises() -> None:
     # As in stock PyTorch: the gradient would be of no function that was ever computed.
     def check(model: Any) -> None:

@@ -23,7 +23,7 @@ from fp8patch.modules.obstacles import (
     report_obstacle,
 )
 from fp8patch.modules.weight_batch import refresh_together
-from fp8patch.modules.weights import WeightState, prepare
+from fp8patch.modules.weights import WeightState, is_whole, prepare
 from fp8patch.recipe import Recipe
 from fp8patch.roots import enter_module, inside_root
 from fp8patch.scaling import Bank
@@ -84,8 +84,7 @@ class Float8Module(nn.Module):
     def refresh_weight(self, observe: bool) -> None:
         """Quantise the weight again if it is out of date and was ever used.
 
-        Under FSDP (whose shards are DTensors, or flat), or offloaded to meta by a hook, there is no
-        whole weight here: that happens in each forward.
+        Where there is no whole weight, that happens in each forward.
         """
         if self._is_whole() and self._fp8_weight_q is not None:
             prepare(self, observe)
@@ -96,11 +95,10 @@ class Float8Module(nn.Module):
             prepare(self, observe)
 
     def _is_whole(self) -> bool:
-        weight = self.weight
-        whole = type(weight) in (nn.Parameter, Tensor) and weight.dim() == 2 and not weight.is_meta
-        self._fp8_weight_state.gathered = not whole
+        known, whole = self._fp8_weight_state, is_whole(self.weight)
+        known.gathered = not whole
         if not whole:
-            self._fp8_weight_state.saw_shard(weight)
+            known.saw_shard(self.weight)
         return whole
 
     def extra_repr(self) -> str:

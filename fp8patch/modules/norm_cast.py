@@ -16,6 +16,7 @@ from fp8patch.modules.base import make_spec
 from fp8patch.modules.gemms import input_key, needs_transpose
 from fp8patch.modules.norm_function import Cast
 from fp8patch.modules.obstacles import find_obstacle, precision_of
+from fp8patch.modules.weights import is_whole
 from fp8patch.scaling import Bank
 
 
@@ -52,7 +53,10 @@ def _reader(norm: Any) -> Any:
     module = bank.member(path) or _unbound(bank, path)
     if getattr(module, "_fp8_bank", None) is not bank:
         return None
-    if module._fp8_device != module.weight.device:
+    weight: Any = module.weight
+    if not is_whole(weight):
+        return None  # Sharded or offloaded until its own forward begins.
+    if module._fp8_device != weight.device:
         bank.bind(module)
     return module
 

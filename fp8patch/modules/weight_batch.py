@@ -33,6 +33,9 @@ def refresh_together(members: Iterable[Any], observe: bool) -> list[Any]:
             groups.setdefault((weight.device, weight.dtype, first, live), []).append(module)
         else:
             left.append(module)
+    if not groups and left and not any(map(settled_owner, left)):
+        # Their optimizer is gone, and with it whoever would use the tables again.
+        left[0]._fp8_bank.casts.clear()
     for group, modules in groups.items():
         if len(modules) < 2 or not _cast(group, modules):
             left.extend(modules)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8patch import numerics
 from fp8patch.modules.gemms import Quantized, cast
@@ -82,6 +82,12 @@ class WeightState:
 def version(weight: Tensor) -> int:
     """Its version counter; a tensor made under inference_mode has none."""
     return 0 if weight.is_inference() else weight._version
+
+
+def is_whole(weight: Tensor) -> bool:
+    """No shard of FSDP's (a DTensor, or a flat piece), and not offloaded to meta by a hook."""
+    plain = type(weight) in (nn.Parameter, Tensor)
+    return plain and weight.dim() == 2 and not weight.is_meta
 
 
 def is_fresh(module: Any, weight: Tensor) -> bool:
