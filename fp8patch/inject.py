@@ -129,6 +129,10 @@ def disarm() -> None:
     inject_compat.remove_excepthook()
     if _run is not None:
         _run.close()
+        if _run.banks():
+            from fp8patch import inject_pickle
+
+            inject_pickle.remove()
     _run = None
 
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from fp8patch import messages
 from fp8patch.errors import PlanError
+from fp8patch.inject_conflicts import check_plan
 from fp8patch.inject_outputs import tokens_of
 from fp8patch.plan_types import NORM_KINDS
 
@@ -34,6 +35,7 @@ def make_plan(
         others: Other models of the script are converted already.
 
     Raises:
+        ConversionError: A part of the model is quantised already.
         PlanError: A pattern matches nothing, in a script's only model.
         RecipeError: The recipe can't be loaded.
     """
@@ -61,6 +63,7 @@ def make_plan(
         messages.note(f"{type(model).__name__} is left alone: {error}")
         return None
     if any(d.kind not in NORM_KINDS for d in plan.converted()):
+        check_plan(plan)
         return plan
     codes = ", ".join(f"{count} {code}" for code, count in plan.summary()["codes"].items())
     messages.warn(

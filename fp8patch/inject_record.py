@@ -118,7 +118,8 @@ class Record:
         self._models.append(weakref.ref(model))
         self.device = self.device or device
         for seen in self._optimizers.values():
-            seen[0] = 0
+            if seen[1] != 1:  # it may own parameters of this one
+                seen[1] = seen[2] = 0
         if self._hook is None:
             from torch.optim.optimizer import register_optimizer_step_post_hook
 

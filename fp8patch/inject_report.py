@@ -148,7 +148,7 @@ def _say_fp8(values: dict[str, Any]) -> None:
         )
     idle = cover["never_ran"]
     if idle:
-        messages.note(f"converted and never run: {_few(idle)}.")
+        messages.note(f"converted, and not run in the first step: {_few(idle)}.")
     parts = [
         f"{role} {_ratio(r['saturated'])} saturated, {_ratio(r['non_finite'])} not finite"
         for role, r in values["ratios"].items()

@@ -183,6 +183,9 @@ class Run:
         found = contents(module)
         if found == "converted":
             return self._share(module)
+        if self.execution == "bf16" and any(part in self._decided for part in module.modules()):
+            # The inner model, evaluated by itself, or one that was wrapped since.
+            return self._remember(module, Model(module, self.record, "bf16", strict=False))
         named = matches(module, self.options.roots) if found == "candidates" else None
         if named is not None:
             self._unmatched.discard(named)
@@ -250,15 +253,18 @@ class Run:
         execution: Any = self.execution
         inner = chain(module)[-1]
         plan: Any = None
-        if execution != "bf16":
+        if execution == "bf16":
+            self._decided.update(inner.modules())
+        else:
             conflicts.check_model(module)
             plan = make_plan(inner, self.options, execution, args, kwargs, others=bool(self.models))
             if plan is None:
                 return None
-            conflicts.check_plan(plan)
+            from fp8patch import inject_pickle
             from fp8patch.convert import convert_model
 
             convert_model(inner, plan)
+            inject_pickle.install()
             inject_sidecar.restore(inner)
             bank = vars(inner)["_fp8_bank"]
             # Or else each micro-batch of the first step would count as a step.

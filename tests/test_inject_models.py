@@ -73,6 +73,37 @@ def test_two_models_that_train_are_both_converted(capsys: pytest.CaptureFixture[
     assert is_converted(critic)
 
 
+def test_a_model_that_comes_later_takes_no_step_back() -> None:
+    critic, generator = blocks(), blocks()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (critic, generator)]
+    with armed(backend="emulate") as run:
+        for _ in range(3):
+            train(critic, noise(4, 32), optimizers[0])
+        for _ in range(2):
+            train(generator, noise(4, 32), optimizers[1])
+            train(critic, noise(4, 32), optimizers[0])
+        assert run.record.steps == 5  # those of the one that stepped most
+
+
+def test_in_bf16_an_inner_model_is_no_second_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """A task trains, and the model in it is evaluated by itself, as timm does."""
+    task, x = Wrapped(blocks()), noise(4, 32)
+    optimizer = torch.optim.SGD(task.parameters(), lr=0.01)
+    evaluations = []
+    with armed(backend="bf16") as run:
+        for _ in range(2):
+            for _ in range(3):
+                task(x).backward()
+                optimizer.step()
+            with torch.no_grad():
+                evaluations.append(task.model(x))
+        assert run.record.steps == 6
+        assert len(run.models) == 1
+    assert capsys.readouterr().err.count("BF16 autocast") == 1
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(evaluations[1], task.model(x).float())
+
+
 def test_teachers_and_metrics_are_left_alone(gemms: list[int]) -> None:
     model, teacher, metric = blocks(), blocks().requires_grad_(False), blocks()
     with armed(backend="emulate"):

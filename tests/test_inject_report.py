@@ -103,7 +103,7 @@ def test_modules_that_never_ran_are_named(capsys: pytest.CaptureFixture[str]) ->
     with armed(backend="emulate") as run:
         model(noise(4, 32)).sum().backward()
         run.finish()
-    assert "converted and never run: spare" in capsys.readouterr().err
+    assert "converted, and not run in the first step: spare" in capsys.readouterr().err
 
 
 def test_a_run_without_fp8_says_so(
