@@ -5,10 +5,12 @@ are enabled. Recomputation of a checkpointed block runs inside backward, where n
 and does what the last training forward did.
 """
 
+import functools
 import inspect
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,10 +129,12 @@ def unwatch(module: nn.Module) -> None:
 
 def takes_cache(module: nn.Module) -> bool:
     """Does its forward have the argument `use_cache` (a Hugging Face model)?"""
-    try:
-        return "use_cache" in inspect.signature(module.forward).parameters
-    except (TypeError, ValueError):
-        return False
+    return _takes_cache(type(module).forward)
+
+
+@functools.cache
+def _takes_cache(forward: Callable[..., Any]) -> bool:
+    return "use_cache" in inspect.signature(forward).parameters
 
 
 def _elsewhere() -> bool:
@@ -146,13 +150,15 @@ def _enter(module: Any, args: Any, kwargs: Any) -> Any:
     if not _state.calls:
         _state.entry += 1
     training = _state.calls[0].training if _state.calls else torch.is_grad_enabled()
-    cached = any(kwargs.get(name) is not None for name in _CACHES)
-    asked = kwargs.get("use_cache")
-    _state.calls.append(_Call(module, depth, training, cached or bool(asked)))
+    # What the script asks for; what a model then hands on comes from its config.
+    asked = _state.calls[0].caching if _state.calls else bool(kwargs.get("use_cache"))
+    cached = asked or any(kwargs.get(name) is not None for name in _CACHES)
+    _state.calls.append(_Call(module, depth, training, cached))
     # With a cache, each block would see another Python number (its index in the cache), and have a
     # graph of its own.
-    if training and not cached and asked is None and takes_cache(module):
-        return args, {**kwargs, "use_cache": False}
+    if training and not cached and kwargs.get("use_cache") is not False:
+        if "use_cache" in kwargs or takes_cache(module):
+            return args, {**kwargs, "use_cache": False}
     return None
 
 

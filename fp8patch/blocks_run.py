@@ -212,6 +212,10 @@ class BlockCall:
             except _failures() as error:
                 # Raised while compiling, before anything has run.
                 self._give_up(kind, error)
+            except RuntimeError as error:
+                if "no compiled frames" not in str(error):
+                    raise
+                self._leave("there is nothing in it to compile")
             else:
                 if kind[1] and self._wrote is not None:
                     self._wrote(output)

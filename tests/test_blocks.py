@@ -231,6 +231,44 @@ def test_with_a_mask_and_without_are_two_graphs_each() -> None:
     assert graphs == [2, 4, 4, 4]
 
 
+class Caching(Model):
+    """What it was told about its cache goes into `told`."""
+
+    def forward(self, x: Tensor, use_cache: bool | None = None, **kwargs: Any) -> Tensor:
+        self.told = use_cache
+        return super().forward(x)
+
+
+class Outer(nn.Module):
+    """Hands on what its config says, as some models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Caching()
+
+    def forward(self, x: Tensor, use_cache: bool | None = None, cache: Any = None) -> Tensor:
+        use_cache = True if use_cache is None else use_cache
+        y: Tensor = self.inner(x, use_cache=use_cache, cache=cache)
+        return y
+
+
+def test_training_runs_without_a_cache_unless_it_is_asked_for() -> None:
+    model: Any = Outer()
+    found, counter = compile_blocks(model)
+    assert found.without_cache
+    x = torch.randn(2, 8, D)
+    for kwargs in ({"use_cache": True}, {"cache": object()}):
+        model(x, **kwargs).sum().backward()
+        assert model.inner.told is True
+        assert counter.frame_count == 0
+    with torch.no_grad():
+        model(x)
+    assert model.inner.told is True
+    model(x).sum().backward()
+    assert model.inner.told is False
+    assert counter.frame_count == 1
+
+
 def test_what_breaks_is_left_eager_and_named(capsys: pytest.CaptureFixture[str]) -> None:
     class Breaks(Block):
         def forward(self, x: Tensor) -> Tensor:
@@ -268,6 +306,22 @@ def test_one_that_needs_too_many_graphs_is_left_eager_and_named(
             assert equal(step(eager, x), step(model, x))
     assert set(found.left) == {"blocks.0", "blocks.1"}
     assert counter.frame_count == 2
+
+
+def test_a_frame_that_the_compiler_skips_is_left_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so after the call, with an error that is not of its own kind."""
+
+    def skipped(*args: Any) -> Any:
+        raise RuntimeError("torch.compile with fullgraph=True found no compiled frames.")
+
+    monkeypatch.setattr(blocks_run.Structure, "compiled", lambda self, kind: skipped)
+    torch.manual_seed(0)
+    model = Model()
+    eager = copy.deepcopy(model)
+    found, _ = compile_blocks(model)
+    x = torch.randn(2, 8, D)
+    assert torch.equal(model(x), eager(x))
+    assert len(found.left) == 3
 
 
 def test_undo_copies_and_calling_it_again() -> None:
