@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checks import check, failures, guarded, rows
 from torch import nn
 
 import fp8patch
@@ -25,24 +26,6 @@ from fp8patch.ops.quantize import quantize, quantize_rowwise
 
 RECIPES = ("delayed", "current", "rowwise", "rowwise_bf16_wgrad")
 SHAPES = [(1, 64, 32), (2, 64, 64), (13, 128, 48), (197, 768, 3072), (2048, 4096, 4096)]
-rows: list[dict[str, Any]] = []
-failures: list[str] = []
-
-
-def check(name: str, ok: bool, detail: str) -> None:
-    """Note one result; a failure is counted and printed at once."""
-    rows.append({"check": name, "ok": ok, "detail": detail})
-    print(f"{'ok  ' if ok else 'FAIL'} {name}: {detail}", flush=True)
-    if not ok:
-        failures.append(name)
-
-
-def guarded(function: Callable[[], None]) -> None:
-    """Run one group of checks; an exception is a failure of the group, not the end."""
-    try:
-        function()
-    except Exception as error:
-        check(function.__name__, False, f"{type(error).__name__}: {error}"[:600])
 
 
 def casts_equal_the_oracle() -> None:

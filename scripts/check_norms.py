@@ -11,12 +11,11 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
+from checks import check, failures, guarded, rows
 from time_norms import copy_speed, operands, run, slot
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -32,24 +31,6 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 BARS = {BF16: 53.0, FP16: 69.0, FP32: 110.0}
 EPS = 1e-5
 CHECKED = [(1, 16), (5, 48), (197, 768), (33, 1000), (12288, 1024), (65, 16384), (7, 32768)]
-rows: list[dict[str, Any]] = []
-failures: list[str] = []
-
-
-def check(name: str, ok: bool, detail: str) -> None:
-    """Note one result; a failure is counted and printed at once."""
-    rows.append({"check": name, "ok": ok, "detail": detail})
-    print(f"{'ok  ' if ok else 'FAIL'} {name}: {detail}", flush=True)
-    if not ok:
-        failures.append(name)
-
-
-def guarded(function: Callable[[], None]) -> None:
-    """Run one group; an exception is a failure of the group, not the end."""
-    try:
-        function()
-    except Exception as error:
-        check(function.__name__, False, f"{type(error).__name__}: {error}"[:600])
 
 
 # -- correctness ----------------------------------------------------------------------------------
