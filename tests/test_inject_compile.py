@@ -13,7 +13,7 @@ import transformers
 from injected import armed
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fp8patch import blocks, inject_compile
+from fp8patch import blocks, inject_compile, messages
 from fp8patch.errors import Fp8PatchError
 from fp8patch.train_options import TrainOptions
 
@@ -32,6 +32,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBacken
     counter = CompileCounterWithBackend("aot_eager")
     compiles = functools.partial(blocks.compile_blocks, backend=counter)
     monkeypatch.setattr(blocks, "compile_blocks", compiles)
+    monkeypatch.setattr(messages, "_seen", set())  # lines that are said once a process
     torch._dynamo.reset()
     yield counter
     torch._dynamo.reset()
