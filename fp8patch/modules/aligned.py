@@ -79,13 +79,14 @@ class AlignedGemms(torch.autograd.Function):
                 output = torch.addmm(longer, rows, padded.t())
             # Whole rows of its own, as nn.Linear's output has.
             output = output[:, :n].contiguous()
-        ctx.save_for_backward(rows, padded)
+        # The weight, which lives anyway, and not its copy: a loss in chunks calls this many times.
+        ctx.save_for_backward(rows, weight)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        rows, padded = ctx.saved_tensors
+        rows, weight = ctx.saved_tensors
         input_dtype, weight_dtype, bias_dtype = ctx.dtypes
         n, width = ctx.features, ctx.width
         grad = grad_output.new_empty(grad_output.shape[0], width, dtype=rows.dtype)
@@ -93,7 +94,7 @@ class AlignedGemms(torch.autograd.Function):
         grad[:, n:].zero_()
         grad_input = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_input = (grad @ padded).to(input_dtype)
+            grad_input = (grad @ _pad_rows(weight, width, rows.dtype)).to(input_dtype)
         if ctx.needs_input_grad[1]:
             grad_weight = (grad.t() @ rows)[:n].to(weight_dtype)
         if ctx.needs_input_grad[2]:
