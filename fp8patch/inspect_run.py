@@ -24,10 +24,16 @@ from fp8patch import __version__
 from fp8patch.errors import CheckpointError
 from fp8patch.inspect_slots import SlotPoints
 
-__all__ = ["FORMAT_VERSION", "read_report", "slots_of"]
+__all__ = ["FORMAT_VERSION", "last_loss", "read_report", "slots_of"]
 
 # Of the reports that this version writes. 1 had no history.
 FORMAT_VERSION = 2
+
+# Bytes within which a JSON file has begun.
+_START = 4096
+
+# No number of a report comes near: FP32 ends at 3.4e38, and a scale is held in it.
+_MOST = 1e40
 
 _ROLES = ("input", "weight", "grad_output")
 _COUNTS = ("saturated", "flushed", "non_finite", "seen")
@@ -40,6 +46,7 @@ _KEYS: dict[str, type | tuple[type, ...]] = {
     "fp8patch_version": str,
     "state": str,
     "backend": str,
+    "execution": (str, type(None)),
     "device": str,
     "recipe": str,
     "world_size": int,
@@ -60,11 +67,11 @@ def read_report(path: Path) -> dict[str, Any]:
         CheckpointError: It cannot be read, is cut short, newer than this, or no report at all.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(_text(path))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from None
     except (ValueError, RecursionError) as error:
-        where = f"line {error.lineno}" if isinstance(error, json.JSONDecodeError) else "not text"
+        where = f"line {error.lineno}" if isinstance(error, json.JSONDecodeError) else "no JSON"
         raise CheckpointError(
             f"{path}: no whole JSON file ({where}): cut short, damaged, or none of ours. Copy it "
             "again, or give the report of another run."
@@ -82,6 +89,23 @@ def read_report(path: Path) -> dict[str, Any]:
             f"{path}: not a report of `fp8patch train --report` ({said:.200})."
         ) from None
     return dict(values)
+
+
+def last_loss(values: Mapping[str, Any]) -> str:
+    """The loss that a run ended with, to show: no number there is as much of an answer."""
+    losses = values.get("losses")
+    if not losses:
+        return ""
+    return "not finite" if losses[-1][1] is None else f"{losses[-1][1]:.4f}"
+
+
+def _text(path: Path) -> str:
+    """What `path` holds, if it can be a report at all: weights may be larger than this machine."""
+    with path.open("rb") as file:
+        start = file.read(_START)
+        if start.strip()[:1] not in (b"{", b"[", b""):
+            raise ValueError("no JSON")
+        return (start + file.read()).decode("utf-8")
 
 
 class _Newer(Exception):
@@ -114,7 +138,12 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
         _number(seconds, "step_seconds")
     for key in ("median_step_seconds",):
         _number(values[key], key, none=True)
-    if values.get("step_seconds_each", 1) < 1:
+    share = values["coverage"].get("fp8_flops_share")
+    _number(share, "coverage: fp8_flops_share", none=True)
+    for key in ("peak_memory_bytes", "steps", "world_size"):
+        _number(values[key], key)
+    _check_settings(values.get("settings", {}))
+    if not 1 <= values.get("step_seconds_each", 1) <= _MOST:
         raise ValueError(f"step_seconds_each is {values['step_seconds_each']!r:.40}")
     for model in values["models"]:
         if not isinstance(model["class"], str):
@@ -127,11 +156,23 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
             _number(value, f"ratios of {role}")
 
 
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    for key in ("options", "recipe", "versions"):
+        if not isinstance(settings.get(key, {}), dict):
+            raise ValueError(f"settings: {key} is {settings[key]!r:.40}")
+    for key in ("only", "skip", "include", "roots"):
+        patterns = settings.get("options", {}).get(key, [])
+        if not isinstance(patterns, list):
+            raise ValueError(f"settings: {key} is {patterns!r:.40}")
+
+
 def _number(value: Any, name: str, *, none: bool = False) -> None:
     if none and value is None:
         return
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ValueError(f"{name} holds {value!r:.40}")
+    if not -_MOST <= value <= _MOST:  # nan too
+        raise ValueError(f"{name} holds {value!r:.40}, which no run measures")
 
 
 def slots_of(model: Mapping[str, Any], prefix: str = "") -> list[SlotPoints]:
@@ -169,7 +210,11 @@ def _slot(
             _number(value, f"history: {name} of {path!r:.80}", none=name == "amax")
             if value is not None and value < 0:
                 raise ValueError(f"history: {name} of {path!r:.80} is negative")
+            if name in _COUNTS and type(value) is not int:
+                raise ValueError(f"history: {name} of {path!r:.80} holds {value!r:.40}, no count")
     _number(values["limit"], "history: limit")
+    if values["limit"] <= 0:
+        raise ValueError(f"history: limit is {values['limit']!r:.40}")
     return SlotPoints(
         path=prefix + path,
         role=role,

@@ -43,8 +43,15 @@ def read_source(path: str | Path, *, sqnr: bool = False) -> Source:
     """
     path = Path(path).expanduser()
     if path.is_dir():
+        from fp8patch.checkpoint_sidecar import SIDECAR, has_sidecar
         from fp8patch.inspect_checkpoint import read_checkpoint
 
+        if not has_sidecar(path):
+            raise CheckpointError(
+                f"{path}: holds no {SIDECAR}, so it is no patched model's folder. Give one that "
+                "`fp8patch convert` or `fp8patch.save` wrote, or the file of `fp8patch train "
+                "--report`."
+            )
         plan, slots = read_checkpoint(path, sqnr=sqnr)
         return Source(
             path=path,

@@ -9,6 +9,7 @@ from typing import Any
 
 from fp8patch import __version__
 from fp8patch.inspect_advice import advise, overrides, percent, recipe_lines
+from fp8patch.inspect_run import last_loss
 from fp8patch.inspect_slots import layers_of
 from fp8patch.inspect_source import Source
 from fp8patch.plan_types import CODES
@@ -89,7 +90,6 @@ def _runs(names: list[str], sources: Sequence[Source]) -> str:
     rows = []
     for at, (name, source) in enumerate(zip(names, sources, strict=True)):
         values = source.values
-        losses = [loss for _, loss in values["losses"] if loss is not None]
         seconds, memory = values["median_step_seconds"], values["peak_memory_bytes"]
         share = values["coverage"].get("fp8_flops_share")
         where = f"{values['execution'] or values['backend']}, {values['device'] or 'no device'}"
@@ -100,7 +100,7 @@ def _runs(names: list[str], sources: Sequence[Source]) -> str:
                 _text(where + (f", {ranks} ranks" if ranks > 1 else "")),
                 _text(source.recipe if values["execution"] in ("fp8", "emulate") else ""),
                 _text(f"{values['steps']} ({values['state']})"),
-                f"{losses[-1]:.4f}" if losses else "",
+                last_loss(values),
                 "" if seconds is None else f"{1000 * seconds:.1f} ms",
                 f"{memory / 2**30:.2f} GiB" if memory else "",
                 "" if not share else f"{100 * share:.1f}%",

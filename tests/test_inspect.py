@@ -372,6 +372,17 @@ def broken(values: dict[str, Any]) -> dict[str, str]:
         "seen of 'a' is negative": of_slot(seen=[-1] * POINTS),
         "role of 'a' is 'output'": of_slot(role="output"),
         "scaling of 'a' is 'mx'": of_slot(scaling="mx"),
+        "limit is 0": of_slot(limit=0),
+        "amax of 'a' holds inf": of_slot(amax=[math.inf] * POINTS),
+        "scale of 'a' holds nan": of_slot(scale=[math.nan] * POINTS),
+        "seen of 'a' holds 0.5, no count": of_slot(seen=[0.5] * POINTS),
+        "flushed of 'a' holds 1000": of_slot(flushed=[10**400] * POINTS),
+        "fp8_flops_share holds 'x'": changed(lambda v: v.update(coverage={"fp8_flops_share": "x"})),
+        "peak_memory_bytes holds 1000": changed(lambda v: v.update(peak_memory_bytes=10**400)),
+        "'execution' is missing": changed(lambda v: v.pop("execution")),
+        "settings: options is None": changed(lambda v: v.update(settings={"options": None})),
+        "settings: skip is 5": changed(lambda v: v.update(settings={"options": {"skip": 5}})),
+        "no JSON": "\x00" * 5000 + good,
     }
 
 
@@ -384,6 +395,28 @@ def test_a_broken_report_is_one_line(wrong: str, tmp_path: Path) -> None:
     (line,) = done.stderr.splitlines()
     assert wrong.strip() in line
     assert str(path) in line
+
+
+def test_names_that_look_like_markup_are_shown_as_they_are(tmp_path: Path) -> None:
+    names = ["a[0]", "[bold]", "x[/]"]
+    slots = [slot(name, flushed=[600] * POINTS) for name in names]
+    values = report(*slots, recipe="/mine[b].yaml", device="GPU [/]")
+    values["models"][0]["history"]["shared"] = {"y[/z]": "x[/]"}
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(values))
+    for args in ([], ["--layer", "*"], [path]):
+        done = run("inspect", path, *args)
+        assert done.exit_code == 0, done.output
+        assert all(name in done.stdout for name in [*names, "mine[b]"])
+    assert "GPU [/]" in run("inspect", path).stdout
+    assert "also that of y[/z]" in run("inspect", path, "--layer", "*").stdout
+
+
+def test_a_loss_that_became_nan_is_the_last(tmp_path: Path) -> None:
+    good = written(tmp_path / "good.json", slot(), losses=[[1, 3.0], [2, 2.5]])
+    lost = written(tmp_path / "lost.json", slot(), losses=[[1, 3.0], [2, None]])
+    (row,) = [r for r in run("inspect", good, lost).stdout.splitlines() if "last loss" in r]
+    assert row.split() == ["last", "loss", "2.5000", "not", "finite"]
 
 
 def test_what_is_not_there_is_one_line(tmp_path: Path, patched: Path) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from fp8patch.inspect_advice import advise, overrides, percent, recipe_lines
+from fp8patch.inspect_run import last_loss
 from fp8patch.inspect_slots import Layer, SlotPoints
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def show_slots(source: "Source", layers: list[Layer], screen: "Console") -> None
     """All slots of each layer."""
     screen.print(_headline(source))
     for layer in layers:
-        screen.print(f"\n{_marked(layer.path or '(root)', layer.severity)}")
+        screen.print(f"\n{_marked(layer.path, layer.severity)}")
         table = _table(["", "scaling", "format", *_FIGURES, "amax first", "last", "largest", ""])
         for slot in sorted(layer.slots, key=lambda slot: list(_ROLES).index(slot.role)):
             finite = [value for value in slot.amax if value is not None]
@@ -68,7 +69,7 @@ def show_slots(source: "Source", layers: list[Layer], screen: "Console") -> None
         screen.print(table)
         shared = sorted({path for slot in layer.slots for path in slot.shared_by})
         if shared:
-            screen.print(f"[dim]its input is also that of {', '.join(shared)}[/]")
+            screen.print(f"[dim]its input is also that of {escape(', '.join(shared))}[/]")
     screen.print()
     _show_advice(source, layers, screen)
 
@@ -79,7 +80,7 @@ def show_both(
     """Two runs beside each other: their figures, then the layers that differ most."""
     head = _table(["", "A", "B"])
     for name, values in _facts(sources):
-        head.add_row(name, *values)
+        head.add_row(name, *map(escape, values), style="" if name else "bold")
     screen.print(head)
     screen.print()
     first, second = ({layer.path: layer for layer in layers} for layers in found)
@@ -94,7 +95,7 @@ def show_both(
         role = worst.worst.role
         slots = [_slot(layer, role) for layer in pair]
         table.add_row(
-            path or "(root)",
+            _name(path),
             _ROLES[role],
             *("" if layer is None else f"{layer.severity:.2f}" for layer in pair),
             *("" if s is None else _ratio(s, "saturated") for s in slots),
@@ -130,15 +131,13 @@ def _ratio(slot: SlotPoints, name: str) -> str:
 
 
 def _headline(source: "Source") -> str:
-    what = f"{', '.join(source.models)}, recipe {source.recipe}"
+    what = escape(f"{', '.join(source.models)}, recipe {source.recipe}")
     name = f"[bold]{escape(str(source.path))}[/]  "
     if source.kind == "checkpoint":
         return f"{name}{what}, a patched model\n"
     values = source.values
-    return (
-        f"{name}{what}, {values['steps']} steps, {values['state']}, "
-        f"{values['execution'] or values['backend']} on {values['device'] or 'no device'}\n"
-    )
+    where = f"{values['execution'] or values['backend']} on {values['device'] or 'no device'}"
+    return f"{name}{what}, {values['steps']} steps, {escape(values['state'] + ', ' + where)}\n"
 
 
 def _nothing(source: "Source") -> str:
@@ -155,10 +154,6 @@ def _facts(sources: "list[Source]") -> list[tuple[str, list[str]]]:
     def of(source: "Source", key: str) -> Any:
         return source.values.get(key)
 
-    def loss(source: "Source") -> str:
-        known = [value for _, value in of(source, "losses") or [] if value is not None]
-        return f"{known[-1]:.4f}" if known else ""
-
     def step(source: "Source") -> str:
         seconds = of(source, "median_step_seconds")
         return "" if seconds is None else f"{1000 * seconds:.1f} ms"
@@ -168,12 +163,12 @@ def _facts(sources: "list[Source]") -> list[tuple[str, list[str]]]:
         return f"{size / 2**30:.2f} GiB" if size else ""
 
     rows = [
-        ("", [f"[bold]{escape(str(source.path))}[/]" for source in sources]),
+        ("", [str(source.path) for source in sources]),
         ("model", [", ".join(source.models) for source in sources]),
         ("recipe", [source.recipe for source in sources]),
         ("ran in", [str(of(s, "execution") or "") for s in sources]),
         ("steps", [str(of(s, "steps") or "") for s in sources]),
-        ("last loss", [loss(s) for s in sources]),
+        ("last loss", [last_loss(source.values) for source in sources]),
         ("median step", [step(s) for s in sources]),
         ("peak memory", [memory(s) for s in sources]),
     ]
@@ -186,7 +181,7 @@ def _show_advice(source: "Source", layers: list[Layer], screen: "Console") -> No
         screen.print("No layer loses more to FP8 than runs do that train as well as BF16.")
         return
     for item in advice[:_MOST_NAMED]:
-        screen.print(f"[bold]{item.path or '(root)'}[/]: {item.why}.", highlight=False)
+        screen.print(f"[bold]{_name(item.path)}[/]: {item.why}.", highlight=False)
     if len(advice) > _MOST_NAMED:
         screen.print(f"… and {len(advice) - _MOST_NAMED} more.")
     lines = recipe_lines(overrides(advice, [slot.path for slot in source.slots]))
@@ -215,7 +210,12 @@ def _table(columns: Sequence[str]) -> Any:
 
 
 def _marked(path: str, severity: float) -> str:
-    return f"[bold red]{path or '(root)'}[/]" if severity >= 1 else path or "(root)"
+    return f"[bold red]{_name(path)}[/]" if severity >= 1 else _name(path)
+
+
+def _name(path: str) -> str:
+    """As markup. A module may be called "[0]", a recipe's file "mine[1].yaml"."""
+    return escape(path or "(root)")
 
 
 def _slot(layer: Layer | None, role: str) -> SlotPoints | None:
