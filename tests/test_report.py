@@ -129,12 +129,17 @@ def test_what_cannot_be_shown_is_one_line(tmp_path: Path) -> None:
     cut.write_text(good.read_text()[:500])
     notes = tmp_path / "notes.html"
     notes.write_text("<p>my own notes</p>")
+    os.mkfifo(tmp_path / "fifo")
     for args, said in (
         ([cut], "no whole JSON file"),
         ([good] * 7, "at most 6"),
         ([good, "-o", notes], "no page of ours"),
         ([good, "-o", tmp_path / "none" / "page.html"], "cannot be written"),
         ([good, "-o", tmp_path], "cannot be written: Is a directory"),
+        ([good, "-o", ""], "cannot be written: Is a directory"),
+        ([good, "-o", "n" * 250], "cannot be written: File name too long"),
+        # Would wait for a writer for ever, if it were read.
+        ([good, "-o", tmp_path / "fifo"], "no page of ours"),
     ):
         done = run("report", *args)
         assert done.exit_code == 1, args
@@ -143,6 +148,14 @@ def test_what_cannot_be_shown_is_one_line(tmp_path: Path) -> None:
     assert notes.read_text() == "<p>my own notes</p>"
     page(tmp_path, good)
     assert "Net: run" in page(tmp_path, good)  # its own page it may replace
+
+
+def test_a_name_that_is_no_text(tmp_path: Path) -> None:
+    """Of a file, in bytes that are not UTF-8; of a module, in half a surrogate pair."""
+    good = written(tmp_path / os.fsdecode(b"r\xff.json"), slot("half\ud800"))
+    text = page(tmp_path, good)
+    assert "Net: r?" in text
+    assert "half?" in text
 
 
 def test_a_patched_folder_is_no_run(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """`fp8patch report`: a page of one or several runs."""
 
+import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -48,17 +50,24 @@ def _write(path: Path, text: str) -> None:
     from fp8patch.errors import Fp8PatchError
     from fp8patch.report_page import MARK
 
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
     try:
-        if path.exists():
-            with path.open("rb") as file:
-                if file.read(len(MARK)) != MARK.encode():
-                    raise Fp8PatchError(
-                        f"{path}: exists, and is no page of ours. Name another, or remove it."
-                    )
-        temporary.write_text(text, encoding="utf-8")
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if path.exists() and not (path.is_file() and _starts_with(path, MARK)):
+            raise Fp8PatchError(
+                f"{path}: exists, and is no page of ours. Name another, or remove it."
+            )
+        # A name that is no text is shown with a "?", in the page alone.
+        temporary.write_text(text, encoding="utf-8", errors="replace")
         os.replace(temporary, path)
     except OSError as error:
         raise Fp8PatchError(f"{path}: cannot be written: {error.strerror}.") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _starts_with(path: Path, mark: str) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(mark)) == mark.encode()
