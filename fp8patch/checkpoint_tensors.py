@@ -146,6 +146,10 @@ def _open(path: Path) -> "_SafetensorsFile | _TorchFile":
 
 
 def _corrupt(path: Path, error: BaseException) -> CheckpointError:
+    try:  # safetensors says of any file that it cannot open that there is none
+        path.open("rb").close()
+    except OSError as closed:
+        return CheckpointError(f"{path}: cannot be read: {closed.strerror}.")
     return CheckpointError(
         f"{path}: cannot be read, so it is corrupt or cut short ({one_line(error)}). Copy or "
         "download it again."

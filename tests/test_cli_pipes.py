@@ -73,6 +73,17 @@ def test_a_full_disk_under_the_output(write: str) -> None:
     assert (done.returncode, done.stderr) == (1, line)
 
 
+def test_what_the_output_cannot_encode() -> None:
+    """A name that is no text, and a bar where the terminal has ASCII alone."""
+    done = subprocess.run(
+        [sys.executable, "-c", FAKE.format(body=r"print('r\udcff.json \u2581')")],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, b"r\\udcff.json \\u2581\n"), done.stderr
+
+
 @pytest.mark.parametrize("args", [["--help"], ["--version"], ["plan", "--help"]])
 def test_help_that_nobody_reads(args: list[str]) -> None:
     done = run_unread(*args)

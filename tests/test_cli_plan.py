@@ -1,7 +1,9 @@
 """The command line itself, and `fp8patch plan`."""
 
+import errno
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -121,12 +123,40 @@ def test_errors_are_one_line(
     assert (result.exit_code, result.stderr, result.stdout) == (code, text, "")
 
 
-def test_our_own_faults_keep_their_traceback(fake_command: ModuleType) -> None:
+@pytest.mark.parametrize(
+    "ours",
+    [
+        AssertionError("ours"),
+        FileNotFoundError(errno.ENOENT, "No such file", "a"),
+        PermissionError(errno.EPERM, "of no file"),
+    ],
+)
+def test_our_own_faults_keep_their_traceback(fake_command: ModuleType, ours: Exception) -> None:
     def fake() -> None:
-        raise AssertionError("ours")
+        raise ours
 
     fake_command.fake = fake
-    assert isinstance(run("fake").exception, AssertionError)
+    assert run("fake").exception is ours
+
+
+@pytest.mark.parametrize("command", ["inspect", "report", "plan", "doctor", "export", "convert"])
+def test_a_name_that_no_file_can_have(command: str, tmp_path: Path) -> None:
+    out = ["-o", tmp_path / "out"] if command in ("report", "export", "convert") else []
+    result = run(command, "n" * 300, *out)
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert f"{'n' * 300}: cannot be used: File name too long." in line
+
+
+def test_a_folder_that_may_not_be_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: Path, *args: object, **options: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "stat", denied)  # as root, who runs tests too, may search them all
+    result = run("inspect", tmp_path / "run.json")
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"fp8patch: error: {tmp_path / 'run.json'}: cannot be used: Permission")
 
 
 # -- fp8patch plan ----------------------------------------------------------------------------
@@ -213,6 +243,12 @@ def test_a_pattern_is_shown_as_it_was_given(llama: Path) -> None:
     """Not as markup, in which [u] is the beginning of an underlined text."""
     result = run("plan", llama, "--skip", "*.[u]p_proj")
     assert 'skipped by the pattern "*.[u]p_proj"' in result.stdout
+
+
+def test_a_recipe_is_shown_by_its_name(llama: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "mine[bold].yaml"
+    recipe.write_text("base: delayed\n")
+    assert "recipe mine[bold]\n" in run("plan", llama, "--recipe", recipe).stdout
 
 
 def test_a_norm_is_not_said_to_run_in_fp8(tmp_path: Path) -> None:

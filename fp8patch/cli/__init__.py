@@ -18,6 +18,7 @@ Exit codes: 0 done, 1 something that the user can put right (one line on stderr)
 import difflib
 import errno
 import importlib
+import io
 import logging
 import os
 import sys
@@ -46,6 +47,11 @@ COMMANDS: dict[str, str] = {
 }
 
 _READER_LEFT = 141
+# What a path, a disk and permissions do, and no fault of ours. FileNotFoundError may be one.
+_NOT_OURS = frozenset(
+    {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS, errno.EIO}
+    | {errno.ENOSPC, errno.EDQUOT}
+)
 
 
 class _Commands(TyperGroup):
@@ -94,10 +100,11 @@ class _Commands(TyperGroup):
             _drop_output()
             raise typer.Exit(_READER_LEFT) from None
         except OSError as error:
-            if error.errno != errno.ENOSPC:
+            if error.errno not in _NOT_OURS or (error.errno != errno.ENOSPC and not error.filename):
                 raise
-            _drop_output()
-            typer.echo("fp8patch: error: the output cannot be written: the disk is full.", err=True)
+            if not error.filename:
+                _drop_output()
+            typer.echo(f"fp8patch: error: {_reason(error)}", err=True)
             raise typer.Exit(1) from None
         except typer.Exit:  # whose code says more than that nobody reads the rest
             try:
@@ -147,6 +154,22 @@ def _quiet_others() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def _reason(error: OSError) -> str:
+    if not error.filename:
+        return "the output cannot be written: the disk is full."
+    return (
+        f"{os.fsdecode(error.filename)}: cannot be used: {error.strerror}. Check the path, its "
+        "permissions and the disk."
+    )
+
+
+def _say_what_the_terminal_cannot() -> None:
+    """A name that is no text, or a sign that the terminal's encoding lacks, is no reason to end."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def _flush() -> None:
     """What is still in the buffer would fail as Python exits, with a code of its own."""
     if sys.stdout is not None:  # closed by whoever started us
@@ -164,4 +187,5 @@ def _drop_output() -> None:
 def main() -> None:
     """Run the command line of this process and exit."""
     _quiet_others()
+    _say_what_the_terminal_cannot()
     app(prog_name="fp8patch")
