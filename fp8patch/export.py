@@ -110,7 +110,8 @@ def export_directory(
         plan=plan,
         exported=tuple(layer.path for layer in selected.layers),
         kept=selected.kept,
-        left_out=tuple(sorted(left_out)),
+        # An index that was written anew is there under its old name.
+        left_out=tuple(sorted(name for name in left_out if not (out / name).exists())),
         bytes_before=sum(file.stat().st_size for file in stored.files),
         bytes_after=written,
     )

@@ -243,6 +243,13 @@ def test_which_files_go_along(tmp_path: Path) -> None:
     assert "Not copied: checkpoint-5/config.json, optimizer.pt" in text
 
 
+def test_an_index_that_is_written_anew_is_not_left_out(tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "model", shards="200KB")
+    done = export(source, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
+    assert done["left_out"] == []
+
+
 def test_the_rest_of_the_config_stays(tmp_path: Path) -> None:
     source = write_llama(tmp_path / "model")
     file = source / "config.json"

@@ -206,6 +206,8 @@ def _other_device(name: str) -> str:
 
 
 def _show(done: "ConvertedDirectory", *, calibrated: bool, as_json: bool) -> None:
+    from rich.markup import escape
+
     from fp8patch.cli import output
 
     total = done.plan.summary()
@@ -224,7 +226,7 @@ def _show(done: "ConvertedDirectory", *, calibrated: bool, as_json: bool) -> Non
     screen.print(
         f"[bold]{done.plan.model}[/]: {total['converted_gemms']} of {total['gemms']} GEMM modules "
         f"in FP8, {output.percent(total['param_share'])} of the parameters, recipe "
-        f"{done.plan.recipe.name}"
+        f"{escape(done.plan.recipe.name)}"
     )
     scales = f"{len(done.scaled)} weights" + (" and the activations" if calibrated else "")
     screen.print(f"Scales set for {scales}.")

@@ -171,6 +171,8 @@ def _casts(found: "Examination") -> str:
 
 
 def _recipes(found: "Examination") -> Any:
+    from rich.markup import escape
+
     assert found.advice is not None
     table = _table("recipe", "runs", "predicted", "", right=(2,))
     used = found.advice.backend == "fp8"
@@ -178,7 +180,7 @@ def _recipes(found: "Examination") -> Any:
         runs = {"fp8": "[green]FP8[/]", "emulated": "emulated", "no": "[red]no[/]"}[row.runs]
         gain = "" if row.gain is None else f"{row.gain:.2f}x"
         mark = "used" if row.recipe == found.advice.recipe and used else ""
-        table.add_row(row.recipe, runs, gain, mark)
+        table.add_row(escape(row.recipe), runs, gain, mark)
     return table
 
 

@@ -103,7 +103,9 @@ def _table(done: "ExportedDirectory") -> Any:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for (path, code, reason), times in rows.items():
-        table.add_row(path or "(root)", f"x{times}" if times > 1 else "", code, escape(reason))
+        table.add_row(
+            escape(path or "(root)"), f"x{times}" if times > 1 else "", code, escape(reason)
+        )
     return table
 
 

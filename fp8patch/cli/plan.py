@@ -106,8 +106,9 @@ def show(plan: "Plan", screen: "Console", *, gpu: str, every: bool = False) -> N
 
     from fp8patch.cli.output import count
 
+    recipe = escape(plan.recipe.name)
     screen.print(
-        f"[bold]{plan.model}[/]  {count(plan.params)} parameters, recipe {plan.recipe.name}\n"
+        f"[bold]{plan.model}[/]  {count(plan.params)} parameters, recipe {recipe}\n"
         f"Gain predicted for {gpu}, M={plan.tokens} tokens\n"
     )
     screen.print(_table(_rows(plan, every), screen.width))
@@ -141,6 +142,7 @@ def _rows(plan: "Plan", every: bool) -> list["Group"]:
 
 def _table(groups: list["Group"], width: int) -> Any:
     from rich import box
+    from rich.markup import escape
     from rich.table import Table
 
     from fp8patch.cli.output import percent
@@ -158,11 +160,11 @@ def _table(groups: list["Group"], width: int) -> Any:
     for group in groups:
         above, name = _split(group.path, width - _OTHER_COLUMNS) if nested else ("", group.path)
         if above != block and above:
-            table.add_row(f"[dim]{above}[/]")
+            table.add_row(f"[dim]{escape(above)}[/]")
         block = above
         first = group.first
         table.add_row(
-            f"  {name}" if above else name or "(root)",
+            escape(f"  {name}" if above else name or "(root)"),
             f"x{group.count}" if group.count > 1 else "",
             _shape(first),
             percent(group.param_share),
