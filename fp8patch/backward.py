@@ -27,11 +27,16 @@ def arm_backward(output: Any, bank: Bank, region: Region) -> bool:
     """
     again = dataclasses.replace(region, reopened=True)
     hook = functools.partial(_reopen, weakref.ref(bank), again)
-    # Objects of unknown classes only where nothing else is: a cache of keys and values is one.
-    tensors = _differentiable(output, opaque=False) or _differentiable(output, opaque=True)
+    tensors = differentiable(output)
     for tensor in tensors:
         tensor.register_hook(hook)
     return bool(tensors)
+
+
+def differentiable(output: Any) -> list[Tensor]:
+    """The tensors in what a model returns through which a gradient can reach it."""
+    # Objects of unknown classes only where nothing else is: a cache of keys and values is one.
+    return _differentiable(output, opaque=False) or _differentiable(output, opaque=True)
 
 
 def _differentiable(output: Any, opaque: bool) -> list[Tensor]:

@@ -9,20 +9,22 @@ alive any more:
 
 - gradients that are still somebody's `.grad` (accumulation) are copied out, once a step;
 - what the model returns is copied out where a graph wrote it (returned hidden states);
-- whatever else is alive (a forward whose backward is to come, as in a GAN; gradients that the
-  script keeps in a list) leaves the step open: the trees then go on after what is there. Where that
-  does not end, forwards run eagerly.
+- while a forward waits for its backward (a GAN's, two views of one batch), and while the script
+  keeps gradients or what a hook was given, other forwards run compiled but without graphs.
 """
 
+import functools
 import sys
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8patch import messages
+from fp8patch import messages, regions
+from fp8patch.backward import differentiable
 from fp8patch.blocks_run import COMPILED, EAGER, GRAPHS, Mode, Structure
 from fp8patch.modules.base import Float8Module
 from fp8patch.modules.gemms import Quantized
@@ -31,12 +33,37 @@ from fp8patch.structures import map_tensors, tensors_in
 
 __all__ = ["Graphs"]
 
-# Forwards after another that may pile up before backward.
-_MOST_OPEN = 4
-
 # All models share the memory.
 _all: "weakref.WeakSet[Graphs]" = weakref.WeakSet()
-_open = 0
+
+
+class _Forward:
+    """One that ran as graphs; dies with what autograd keeps of it."""
+
+    backward_begun = False
+
+
+@dataclass(slots=True)
+class _Step:
+    """What has run since the memory was last given free.
+
+    Attributes:
+        nodes: What autograd knows the graphs' forwards by; they hold what is saved for backward.
+        forwards: Those of whole models.
+    """
+
+    nodes: list[weakref.ref[Any]] = field(default_factory=list)
+    forwards: list[weakref.ref[_Forward]] = field(default_factory=list)
+
+    def waits(self) -> bool:
+        """Is there a backward to come?"""
+        forwards = (reference() for reference in self.forwards)
+        if any(forward is not None and not forward.backward_begun for forward in forwards):
+            return True
+        return any(not _is_freed(reference()) for reference in self.nodes)
+
+
+_step = _Step()
 
 
 class Graphs:
@@ -53,7 +80,6 @@ class Graphs:
 
     def begin(self) -> Mode:
         """An outermost training forward begins: how may it run?"""
-        global _open
         self._written.clear()
         model = self._model()
         if model is None or not _on_gpu(model):
@@ -63,22 +89,21 @@ class Graphs:
         if not self._scales_stand(modules):
             return EAGER
         self._keep_addresses(modules)
-        if (alive := _alive()) and not _rescue_gradients(alive):
-            _open += 1
-            if _open < _MOST_OPEN:
-                return GRAPHS
+        global _step
+        if _step.waits() or ((alive := _alive()) and not _rescue_gradients(alive)):
             messages.once(
-                "graphs stay open",
-                f"{_MOST_OPEN} training forwards in a row had outputs or gradients of CUDA graphs "
-                "still in use when they began: such forwards run eagerly (is this an evaluation "
-                "without torch.no_grad()?).",
+                "graphs are in use",
+                "a training forward began while another one waited for its backward, or while its "
+                "gradients were kept: such forwards run compiled, but without CUDA graphs.",
             )
-            return EAGER
-        _open = 0
+            return COMPILED
+        _step = _Step()
         torch.compiler.cudagraph_mark_step_begin()
         return GRAPHS
 
     def _converted(self, model: nn.Module) -> list[Any]:
+        if regions.state.region is None:
+            return []  # no FP8
         if not self._modules:  # found once: walking a model takes its time
             found = (m for m in model.modules() if isinstance(m, Float8Module))
             self._modules = [weakref.ref(module) for module in found]
@@ -131,11 +156,19 @@ class Graphs:
 
     def wrote(self, output: Any) -> None:
         """A block that ran as a graph has returned `output`."""
-        self._written.update(t.untyped_storage().data_ptr() for t in tensors_in(output))
+        for tensor in tensors_in(output):
+            self._written.add(tensor.untyped_storage().data_ptr())
+            node = _compiled_node(tensor.grad_fn)
+            if node is not None:
+                _step.nodes.append(weakref.ref(node))
 
     def finish(self, output: Any) -> Any:
         """What the model returns, without memory of the graphs."""
-        written = self._written
+        written, forward = self._written, _Forward()
+        begun = functools.partial(_backward_begins, forward)
+        for tensor in differentiable(output):
+            tensor.register_hook(begun)
+        _step.forwards.append(weakref.ref(forward))
 
         def copied(tensor: Tensor) -> Tensor:
             strided = type(tensor) is Tensor and tensor.layout is torch.strided
@@ -153,6 +186,29 @@ class Graphs:
 def _on_gpu(model: nn.Module) -> bool:
     parameter = next(model.parameters(), None)
     return parameter is not None and parameter.is_cuda
+
+
+def _backward_begins(forward: _Forward, gradient: Tensor) -> None:
+    forward.backward_begun = True
+
+
+def _compiled_node(node: Any) -> Any:
+    """The backward node of a compiled function, below the views that its outputs may be."""
+    for _ in range(4):
+        if node is None or type(node).__name__ == "CompiledFunctionBackward":
+            return node
+        node = node.next_functions[0][0] if node.next_functions else None
+    return None
+
+
+def _is_freed(node: Any) -> bool:
+    """Did backward run through it, and give free what was saved?"""
+    if node is None:
+        return True
+    try:
+        return node.saved_tensors is None
+    except RuntimeError as error:
+        return "second time" in str(error)
 
 
 def _alive() -> set[int]:
