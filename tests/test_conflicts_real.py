@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from injected import armed
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from trap_models import noise
 
 from fp8patch.errors import ConversionError
@@ -49,8 +51,6 @@ def accelerate_fp8() -> nn.Module:
 
 
 def fsdp1(use_orig_params: bool) -> nn.Module:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     cpu = torch.device("cpu")
     return FullyShardedDataParallel(mlp(), use_orig_params=use_orig_params, device_id=cpu)
 
@@ -99,12 +99,17 @@ def test_refused_whole(make: Any, match: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:FSDP is switching")
 @pytest.mark.usefixtures("group")
-def test_fsdp1_without_its_original_parameters() -> None:
+def test_fsdp_needs_its_original_parameters() -> None:
     with armed(backend="emulate"):
         is_refused(fsdp1(use_orig_params=False), "use_orig_params=True, or use fully_shard")
     with armed(backend="emulate") as run:
         fsdp1(use_orig_params=True)(noise(4, 32)).sum().backward()
         assert len(run.models) == 1
+    with armed(backend="emulate") as run:
+        model = mlp()
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        model(noise(4, 32)).sum().backward()
+        assert run.record.coverage.totals()["fp8_calls"] == 2
 
 
 def test_quantised_parts_can_be_left_out() -> None:
