@@ -193,7 +193,8 @@ def _classes(config: Any, source: str | Path) -> list[Any]:
     """The class that the config names, or else the auto classes that may know its model type."""
     import transformers
 
-    named = [name for name in (config.architectures or []) if isinstance(name, str)]
+    listed = config.architectures if isinstance(config.architectures, list) else []
+    named = [name for name in listed if isinstance(name, str)]
     cls = getattr(transformers, named[0], None) if named else None
     if isinstance(cls, type) and issubclass(cls, nn.Module):
         return [cls]

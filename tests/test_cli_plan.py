@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -180,6 +181,19 @@ def test_piped_table_is_whole_and_plain(llama: Path) -> None:
     assert sum("%" in line and "x16" in line for line in lines) == 9
 
 
+@pytest.mark.parametrize(("width", "gone"), [(60, "N x K, params"), (40, "FLOPs, gain")])
+def test_a_narrow_terminal_keeps_names_and_decisions(llama: Path, width: int, gone: str) -> None:
+    screen = io.StringIO()
+    plan = plan_model(model_from_config(llama), meta=True)
+    show(plan, Console(file=screen, width=width, force_terminal=True, color_system=None), gpu="X")
+    lines = screen.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert "…" not in screen.getvalue()
+    assert any(re.fullmatch(r"  mlp\.gate_proj +x16 .*FP8 *", line) for line in lines)
+    said = " ".join(screen.getvalue().split())
+    assert re.search(rf"Left out for want of room: [^.]*{gone}", said)
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_table_fits_a_terminal(llama: Path, width: int) -> None:
     plan = plan_model(model_from_config(llama), meta=True)
@@ -278,6 +292,16 @@ def test_user_errors_are_one_line(llama: Path, args: list[str], text: str) -> No
     assert text in result.stderr
     assert result.stderr.startswith("fp8patch: error: ")
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("change", [{"architectures": -1}, {"hidden_size": 2**40}])
+def test_values_that_no_config_has(llama: Path, change: dict[str, int]) -> None:
+    """One line, or a plan; not an allocation of all memory there is."""
+    values = json.loads((llama / "config.json").read_text()) | change
+    (llama / "config.json").write_text(json.dumps(values))
+    result = run("plan", llama)
+    assert isinstance(result.exception, SystemExit | None), result.exception
+    assert result.exit_code in (0, 1)
 
 
 def test_no_such_model_is_one_line() -> None:

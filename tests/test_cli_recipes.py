@@ -1,12 +1,14 @@
 """`fp8patch recipes`, and overrides as a recipe file holds them."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from directories import run, write
 
+from fp8patch.cli import output
 from fp8patch.errors import RecipeError
 from fp8patch.inspect_advice import recipe_line, recipe_lines
 from fp8patch.recipe import Recipe, builtin_names, describe
@@ -151,6 +153,15 @@ def test_the_list_says_needs_and_costs() -> None:
     assert [each["recipe"]["name"] for each in found["recipes"]] == list(builtin_names())
     reads = {each["recipe"]["name"]: each["reads_a_cast"] for each in found["recipes"]}
     assert reads == {"delayed": 1, "current": 2, "rowwise": 3, "rowwise_bf16_wgrad": 1}
+
+
+def test_the_list_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "_PIPE_WIDTH", 80)
+    text = run("recipes").stdout
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    assert re.search(r"^rowwise +9\.0 +3 +fprop dgrad wgrad", text, re.MULTILINE)
+    assert "current: Per-tensor scales from the tensor itself." in text
 
 
 @pytest.mark.parametrize("name", builtin_names())

@@ -1,5 +1,6 @@
 """`fp8patch inspect`: ranking, views of reports and folders, comparison, and broken input."""
 
+import io
 import json
 import math
 import shutil
@@ -12,11 +13,14 @@ import numpy as np
 import pytest
 import torch
 from directories import run, write
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import fp8patch
 from fp8patch import inspect_source
 from fp8patch.checkpoint_sidecar import BankMeta, write_sidecar
+from fp8patch.cli import inspect_view
+from fp8patch.cli.columns import fitting, left_out
 from fp8patch.cli.inspect_view import sparkline
 from fp8patch.inspect_advice import advise, overrides, recipe_line, recipe_lines
 from fp8patch.inspect_run import slots_of
@@ -410,6 +414,47 @@ def test_names_that_look_like_markup_are_shown_as_they_are(tmp_path: Path) -> No
         assert all(name in done.stdout for name in [*names, "mine[b]"])
     assert "GPU [/]" in run("inspect", path).stdout
     assert "also that of y[/z]" in run("inspect", path, "--layer", "*").stdout
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_every_width_shows_the_layers_and_says_what_it_leaves_out(
+    tmp_path: Path, width: int
+) -> None:
+    name = "model.layers.0.self_attn.q_proj"
+    source = inspect_source.read_source(written(tmp_path / "run.json", slot(name), slot("lm_head")))
+    layers = layers_of(source.slots)
+    figures = {40: ["risk"], 80: ["risk", "clipped", "flushed", "of range", "amax"]}.get(width)
+    for view in (
+        lambda screen: inspect_view.show(source, layers, screen, every=False),
+        lambda screen: inspect_view.show_slots(source, layers, screen),
+        lambda screen: inspect_view.show_both([source] * 2, [layers] * 2, screen, every=False),
+    ):
+        screen = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+        view(screen)
+        text = screen.file.getvalue()
+        assert max(map(len, text.splitlines())) <= width
+        assert "…" not in text
+        joined = text.replace(" ", "").replace("\n", "")
+        assert "lm_head" in joined
+        assert name[:12] in joined
+        assert ("Left out for want of room" in " ".join(text.split())) is (width < 200)
+    screen = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    inspect_view.show(source, layers, screen, every=False)
+    head = next(x for x in screen.file.getvalue().splitlines() if x.startswith("layer"))
+    if figures is not None:
+        assert head.split()[:2] == ["layer", "worst"]
+        assert " ".join(head.split()[2:]) == " ".join(figures)
+
+
+def test_columns_go_in_order_and_empty_ones_first() -> None:
+    names, rows = ["layer", "a", "b", "c"], [["x" * 30, "aaaa", "", "[bold]cccc[/]"]]
+    drop = ["a", "b"]
+    # 30 of the name, of which 24 have to be shown, and 4 + 1 + 4 in three gaps of 2.
+    for width, shown in ((39, [0, 1, 2, 3]), (38, [0, 1, 3]), (36, [0, 1, 3]), (35, [0, 3])):
+        assert fitting(names, rows, drop, width) == shown
+    assert fitting(names, rows, drop, 10) == [0, 3]
+    assert left_out(names, rows, [0, 1, 3]) == ""
+    assert "room: a. " in left_out(names, rows, [0, 3])
 
 
 def test_a_loss_that_became_nan_is_the_last(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
+from fp8patch.cli.columns import fitting, left_out
 from fp8patch.inspect_advice import advise, overrides, percent, recipe_lines
 from fp8patch.inspect_run import last_loss
 from fp8patch.inspect_slots import Layer, SlotPoints
@@ -31,17 +32,18 @@ def show(source: "Source", layers: list[Layer], screen: "Console", *, every: boo
         screen.print(_nothing(source))
         return
     rows = layers if every else layers[:_MOST_ROWS]
-    table = _table(["layer", "worst", *_FIGURES, "amax", "over time"])
-    for layer in rows:
-        slot = layer.worst
-        table.add_row(
+    names = ["layer", "worst", *_FIGURES, "amax", "over time"]
+    cells = [
+        [
             _marked(layer.path, layer.severity),
-            _ROLES[slot.role],
-            *_figures(slot),
-            _last(slot.amax),
-            sparkline(slot.amax, _plain(screen)),
-        )
-    screen.print(table)
+            _ROLES[layer.worst.role],
+            *_figures(layer.worst),
+            _last(layer.worst.amax),
+            sparkline(layer.worst.amax, _plain(screen)),
+        ]
+        for layer in rows
+    ]
+    _print(screen, names, cells, _FIRST_TO_GO)
     if len(rows) < len(layers):
         screen.print(f"… and {len(layers) - len(rows)} layers of less risk; --all shows them.")
     screen.print()
@@ -53,20 +55,21 @@ def show_slots(source: "Source", layers: list[Layer], screen: "Console") -> None
     screen.print(_headline(source))
     for layer in layers:
         screen.print(f"\n{_marked(layer.path, layer.severity)}")
-        table = _table(["", "scaling", "format", *_FIGURES, "amax first", "last", "largest", ""])
-        for slot in sorted(layer.slots, key=lambda slot: list(_ROLES).index(slot.role)):
-            finite = [value for value in slot.amax if value is not None]
-            table.add_row(
+        names = ["", "scaling", "format", *_FIGURES, "amax first", "last", "largest", "over time"]
+        cells = [
+            [
                 _ROLES[slot.role],
                 slot.scaling,
                 slot.format.upper(),
                 *_figures(slot),
                 _amax(slot.amax[0]) if slot.amax else "",
                 _last(slot.amax),
-                _amax(max(finite, default=None)),
+                _amax(max((v for v in slot.amax if v is not None), default=None)),
                 sparkline(slot.amax, _plain(screen), width=40),
-            )
-        screen.print(table)
+            ]
+            for slot in sorted(layer.slots, key=lambda slot: list(_ROLES).index(slot.role))
+        ]
+        _print(screen, names, cells, _FIRST_OF_SLOTS)
         shared = sorted({path for slot in layer.slots for path in slot.shared_by})
         if shared:
             screen.print(f"[dim]its input is also that of {escape(', '.join(shared))}[/]")
@@ -78,7 +81,7 @@ def show_both(
     sources: "list[Source]", found: list[list[Layer]], screen: "Console", *, every: bool
 ) -> None:
     """Two runs beside each other: their figures, then the layers that differ most."""
-    head = _table(["", "A", "B"])
+    head = _table(["", "A", "B"], fold=True)
     for name, values in _facts(sources):
         head.add_row(name, *map(escape, values), style="" if name else "bold")
     screen.print(head)
@@ -88,26 +91,43 @@ def show_both(
     paths = sorted(union, key=lambda path: -_distance(first.get(path), second.get(path)))
     rows = paths if every else paths[:_MOST_ROWS]
     figures = ["A risk", "B risk", "A clipped", "B clipped", "A flushed", "B flushed"]
-    table = _table(["layer", "worst", *figures, "A", "B"])
+    cells = []
     for path in rows:
         pair = [first.get(path), second.get(path)]
         worst = max((layer for layer in pair if layer), key=lambda layer: layer.severity)
         role = worst.worst.role
         slots = [_slot(layer, role) for layer in pair]
-        table.add_row(
-            _name(path),
-            _ROLES[role],
-            *("" if layer is None else f"{layer.severity:.2f}" for layer in pair),
-            *("" if s is None else _ratio(s, "saturated") for s in slots),
-            *("" if s is None else _ratio(s, "flushed") for s in slots),
-            *("" if s is None else sparkline(s.amax, _plain(screen), 12) for s in slots),
+        cells.append(
+            [
+                _name(path),
+                _ROLES[role],
+                *("" if layer is None else f"{layer.severity:.2f}" for layer in pair),
+                *("" if s is None else _ratio(s, "saturated") for s in slots),
+                *("" if s is None else _ratio(s, "flushed") for s in slots),
+                *("" if s is None else sparkline(s.amax, _plain(screen), 12) for s in slots),
+            ]
         )
-    screen.print(table)
+    _print(screen, ["layer", "worst", *figures, "A", "B"], cells, ["A", "B", *figures[:1:-1]])
     if len(rows) < len(paths):
         screen.print(f"… and {len(paths) - len(rows)} that differ less; --all shows them.")
 
 
 _FIGURES = ("risk", "clipped", "flushed", "of range", "SQNR")
+# Where a terminal is narrow: of all layers, and of the slots of one.
+_FIRST_TO_GO = ("over time", "amax", "of range", "SQNR", "flushed", "clipped")
+_FIRST_OF_SLOTS = ("over time", "amax first", "last", "format", "scaling", "largest", "of range",
+                   "SQNR", "flushed", "clipped")  # fmt: skip
+
+
+def _print(screen: "Console", names: list[str], rows: list[list[str]], drop: Sequence[str]) -> None:
+    """A table of the columns that there is room for, and which there is none for."""
+    shown = fitting(names, rows, [name for name in drop if name in names], screen.width)
+    table = _table([names[at] for at in shown])
+    for row in rows:
+        table.add_row(*(row[at] for at in shown))
+    screen.print(table)
+    if said := left_out(names, rows, shown):
+        screen.print(f"[dim]{escape(said)}[/]")
 
 
 def _figures(slot: SlotPoints) -> tuple[str, ...]:
@@ -193,7 +213,7 @@ def _show_advice(source: "Source", layers: list[Layer], screen: "Console") -> No
             screen.print("\nrowwise needs compute capability 9.0; on 8.9, scaling: current.")
 
 
-def _table(columns: Sequence[str]) -> Any:
+def _table(columns: Sequence[str], *, fold: bool = False) -> Any:
     from rich import box
     from rich.table import Table
 
@@ -202,8 +222,8 @@ def _table(columns: Sequence[str]) -> Any:
         left = name in ("layer", "", "worst", "over time", "scaling", "format", "A", "B")
         table.add_column(
             name,
-            overflow="fold" if name == "layer" else "ellipsis",
-            no_wrap=name != "layer",
+            overflow="fold" if fold or name == "layer" else "ellipsis",
+            no_wrap=not fold and name != "layer",
             justify="left" if left else "right",
         )
     return table

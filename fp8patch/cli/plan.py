@@ -17,8 +17,11 @@ __all__ = ["foot", "make_plan", "plan", "show"]
 
 # What a plan asks for when neither the flag nor the recipe says: nothing that gets slower.
 _MIN_GAIN = 1.0
-# Room for the columns beside the path, with a shape such as 128256 x 8192.
+# Room for the columns beside the path, with a shape such as 128256 x 8192; and where a terminal is
+# so narrow that some of them go, the first ones first, for a path itself.
 _OTHER_COLUMNS = 53
+_PATH = 24
+_FIRST_TO_GO = ("params", "N x K", "FLOPs", "gain")
 
 
 def plan(
@@ -145,34 +148,50 @@ def _table(groups: list["Group"], width: int) -> Any:
     from rich.markup import escape
     from rich.table import Table
 
-    from fp8patch.cli.output import percent
+    from fp8patch.cli.columns import fitting, left_out
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    names = ["module", "", "N x K", "params", "FLOPs", "gain", "decision"]
+    cells = [["-" * _PATH, *_cells(group)] for group in groups]
+    shown = list(range(len(names)))
+    others = _OTHER_COLUMNS
+    if others + _PATH > width:
+        shown = fitting(names, cells, _FIRST_TO_GO, width)
+        others = width - _PATH
+        table.caption = escape(left_out(names, cells, shown)) or None
+        table.caption_justify, table.caption_style = "left", "dim"
     # Paths fold when the terminal is too narrow; every other column is short, and stays whole.
-    table.add_column("module", overflow="fold")
-    table.add_column("", justify="right", no_wrap=True)
-    for name in ("N x K", "params", "FLOPs", "gain"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("decision", no_wrap=True)
+    for at in shown:
+        left = at in (0, len(names) - 1)
+        table.add_column(
+            names[at], justify="left" if left else "right", overflow="fold", no_wrap=at > 0
+        )
     # Whole paths where they fit (and in a pipe, for grep); else each block's name on a line above.
-    nested = max((len(group.path) for group in groups), default=0) + _OTHER_COLUMNS > width
+    nested = max((len(group.path) for group in groups), default=0) + others > width
     block = ""
-    for group in groups:
-        above, name = _split(group.path, width - _OTHER_COLUMNS) if nested else ("", group.path)
+    for group, row in zip(groups, cells, strict=True):
+        above, name = _split(group.path, width - others) if nested else ("", group.path)
         if above != block and above:
             table.add_row(f"[dim]{escape(above)}[/]")
         block = above
-        first = group.first
-        table.add_row(
-            escape(f"  {name}" if above else name or "(root)"),
-            f"x{group.count}" if group.count > 1 else "",
-            _shape(first),
-            percent(group.param_share),
-            percent(group.flops_share) if group.flops_share else "",
-            "" if first.gain is None else f"{first.gain:.2f}x",
-            _decision(first),
-        )
+        row[0] = escape(f"  {name}" if above else name or "(root)")
+        table.add_row(*(row[at] for at in shown))
     return table
+
+
+def _cells(group: "Group") -> list[str]:
+    """All columns of a row but its first."""
+    from fp8patch.cli.output import percent
+
+    first = group.first
+    return [
+        f"x{group.count}" if group.count > 1 else "",
+        _shape(first),
+        percent(group.param_share),
+        percent(group.flops_share) if group.flops_share else "",
+        "" if first.gain is None else f"{first.gain:.2f}x",
+        _decision(first),
+    ]
 
 
 def _split(path: str, room: int) -> tuple[str, str]:

@@ -32,6 +32,7 @@ def recipes(ctx: typer.Context, gpu: _GpuName = _GPU, as_json: _AsJson = False) 
             raise typer.BadParameter(f"give options after {ctx.invoked_subcommand!r}, not before.")
         return
     from fp8patch.cli import output
+    from fp8patch.cli.columns import fitting, left_out
     from fp8patch.recipe import Recipe, builtin_names, describe
     from fp8patch.recipe_facts import SIZE, facts_of
     from fp8patch.roofline import resolve_gpu
@@ -44,11 +45,24 @@ def recipes(ctx: typer.Context, gpu: _GpuName = _GPU, as_json: _AsJson = False) 
         output.print_json({"gpu": None if figures is None else figures.label, "recipes": listed})
         return
     screen = output.console()
-    table = _table("recipe", "needs", "reads a cast", "FP8 GEMMs", "predicted", "")
+    names = ["recipe", "needs", "reads a cast", "FP8 GEMMs", "predicted", ""]
+    rows = []
     for recipe, text in found:
         mark = " (default)" if recipe == Recipe() else ""
-        table.add_row(f"{recipe.name}{mark}", *_cells(facts[recipe.name]), text)
+        rows.append([f"{recipe.name}{mark}", *_cells(facts[recipe.name]), text])
+    # Of the gaps between columns, which are wider here, the room for the rest of each.
+    room = screen.width - len(names)
+    shown = fitting(names, rows, ["", "reads a cast", "FP8 GEMMs", "predicted"], room)
+    table = _table(*(names[at] for at in shown))
+    for row in rows:
+        table.add_row(*(row[at] for at in shown))
     screen.print(table)
+    if len(shown) < len(names):
+        screen.print()
+        for recipe, text in found:
+            screen.print(f"{recipe.name}: {text}")
+        if said := left_out(names[:-1], rows, shown):
+            screen.print(said)
     screen.print(
         f"\nneeds: compute capability. reads a cast: how often an activation is read for it. "
         f"predicted: over BF16, {_predicted_for(figures)}, one layer of {SIZE}x{SIZE} at M={SIZE}."

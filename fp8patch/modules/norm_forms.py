@@ -15,6 +15,8 @@ from torch import nn
 __all__ = ["NormForm", "NormProbe"]
 
 _ROWS = 6
+# No norm is wider. Other modules hold one vector too, of any size, and a probe copies it often.
+_WIDEST = 1 << 20
 _SEED = 20240
 # Tried when none of the module's own numbers is the eps that it adds.
 _USUAL_EPS = (1e-6, 1e-5, 1e-8, 1e-12, torch.finfo(torch.float32).eps, 0.0)
@@ -59,6 +61,8 @@ class NormProbe:
             return None
         name, vector = found
         width = vector.shape[0]
+        if width > _WIDEST:
+            return None
         # A layer's index differs between equal norms and changes nothing; eps and flags may.
         own = {k: v for k, v in vars(module).items() if isinstance(v, bool | float | str)}
         key = (stock, name, width, *sorted((k, v) for k, v in own.items() if k != "training"))
