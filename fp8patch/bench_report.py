@@ -1,14 +1,25 @@
 """What a benchmark found: its rows in a file, a table, a bar chart."""
 
+import errno
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from fp8patch.errors import Fp8PatchError
 
-__all__ = ["REQUIRED", "kernels_text", "plot", "read_rows", "table", "write_json", "write_rows"]
+__all__ = [
+    "REQUIRED",
+    "check_targets",
+    "kernels_text",
+    "plot",
+    "read_rows",
+    "table",
+    "write_json",
+    "write_rows",
+]
 
 Rows = Sequence[dict[str, Any]]
 
@@ -17,6 +28,12 @@ REQUIRED = (
     "workload", "contender", "step_ms", "spread_ms", "kernel_ms", "cpu_ms", "reserved_gib",
     "ratio_bf16", "gpu", "torch", "commit", "error",
 )  # fmt: skip
+
+_FIGURES = (
+    "step_ms", "spread_ms", "kernel_ms", "cpu_ms", "reserved_gib", "ratio_bf16", "tokens_per_s",
+    "images_per_s",
+)  # fmt: skip
+_MOST = 1e15
 
 _HEAD = (
     "workload", "contender", "step ms", "±", "kernels ms", "CPU ms", "reserved GiB", "per s",
@@ -37,13 +54,52 @@ def write_json(values: Any, path: Path) -> None:
     Raises:
         Fp8PatchError: The file cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    text = json.dumps(values, indent=1) + "\n"
+    _publish(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def check_targets(json_file: Path | None, plot_file: Path | None) -> None:
+    """Raise what writing these would raise: before anything is measured.
+
+    Raises:
+        Fp8PatchError: A file cannot be written, or not as a chart.
+    """
+    if plot_file is not None:
+        known = _figure().canvas.get_supported_filetypes()
+        if plot_file.suffix[1:].lower() not in known:
+            raise Fp8PatchError(
+                f"{plot_file}: a chart's name ends in what it is to be: .png, .svg or .pdf."
+            )
+    for path in (json_file, plot_file):
+        if path is not None:
+            _publish(path, Path.touch, keep=False)
+
+
+def _publish(path: Path, write: Callable[[Path], Any], *, keep: bool = True) -> None:
+    """`write` to a temporary name in the folder of `path`, which it then replaces."""
+    partial = path.parent / f".{os.getpid()}.{path.name}"
     try:
-        partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        write(partial)
+        if keep:
+            partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise Fp8PatchError(f"{path}: cannot be written: {error.strerror}.") from None
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def _figure(**options: Any) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise Fp8PatchError(
+            "a chart needs matplotlib: pip install 'fp8patch[plot]'. --json keeps the figures, and "
+            "--from-json draws them later."
+        ) from None
+    return Figure(**options)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -64,7 +120,21 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         missing = [key for key in REQUIRED if not isinstance(row, dict) or key not in row]
         if missing:
             raise Fp8PatchError(f"{path}: row {number} has no {missing[0]!r}: no row of a bench.")
+        wrong = next((key for key in row if not _is_right(key, row[key])), None)
+        if wrong is not None:
+            raise Fp8PatchError(
+                f"{path}: row {number}: {wrong} is {row[wrong]!r:.40}, which no bench measures."
+            )
     return rows
+
+
+def _is_right(key: str, value: Any) -> bool:
+    if key in ("workload", "contender"):
+        return isinstance(value, str)
+    if key not in _FIGURES or value is None:
+        return True
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 <= value < _MOST  # not nan either
 
 
 def table(rows: Rows) -> str:
@@ -138,29 +208,16 @@ def plot(rows: Rows, path: Path) -> None:
     Raises:
         Fp8PatchError: Nothing was measured, no matplotlib, or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise Fp8PatchError(
-            "a chart needs matplotlib: pip install 'fp8patch[plot]'. --json keeps the figures, and "
-            "--from-json draws them later."
-        ) from None
     measured = [row for row in rows if row["step_ms"] is not None and not row.get("best_of")]
     workloads = list(dict.fromkeys(row["workload"] for row in measured))
     if not workloads:
         raise Fp8PatchError(f"{path}: nothing to draw: no contender has a step time.")
-    figure = Figure(figsize=(7.5, 0.9 + 2.6 * len(workloads)), layout="constrained")
+    figure = _figure(figsize=(7.5, 0.9 + 2.6 * len(workloads)), layout="constrained")
     panels = figure.subplots(len(workloads), 1, squeeze=False)[:, 0]
     for panel, workload in zip(panels, workloads, strict=True):
         _panel(panel, workload, [row for row in measured if row["workload"] == workload])
     figure.suptitle("; ".join(dict.fromkeys(str(row["gpu"]) for row in measured)), fontsize=9)
-    partial = path.with_name(f".{os.getpid()}.{path.name}")
-    try:
-        figure.savefig(partial, dpi=150)
-        partial.replace(path)
-    except (OSError, ValueError) as error:
-        partial.unlink(missing_ok=True)
-        raise Fp8PatchError(f"{path}: the chart cannot be written: {error}.") from None
+    _publish(path, lambda partial: figure.savefig(partial, dpi=150))
 
 
 def _panel(panel: Any, workload: str, rows: Rows) -> None:

@@ -1,6 +1,7 @@
 """The benchmark: real worker processes on a tiny model, rows, groups, and what goes wrong."""
 
 import json
+import math
 import sys
 import time
 from dataclasses import replace
@@ -245,6 +246,11 @@ def test_the_file_is_written_whole_and_read_back(
     assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
     with pytest.raises(Fp8PatchError, match="cannot be written"):
         write_rows([], tmp_path / "none" / "rows.json")
+    wrong = {"step_ms": "x", "ratio_bf16": math.nan, "spread_ms": -1, "cpu_ms": 10**400}
+    for key, value in {**wrong, "workload": None, "contender": 5}.items():
+        file.write_text(json.dumps([{**outcome[0][0], key: value}]))
+        with pytest.raises(Fp8PatchError, match=f"row 0: {key} is "):
+            read_rows(file)
     for content, said in (("[", "not valid JSON"), ("{}", "no list"), ("[{}]", "no 'workload'")):
         file.write_text(content)
         with pytest.raises(Fp8PatchError, match=said):
@@ -284,6 +290,12 @@ NO_GPU = hardware.classify("cpu", "CPU", problem="no GPU is visible")
         (["tiny", "--emulate", "--contenders", "bf16,frob"], 1, "no contender named 'frob'"),
         (["tiny", "--emulate", "--contenders", "fp8-graphs"], 1, "no CUDA graphs"),
         (["--from-json", "/no/such/file"], 1, "cannot be read"),
+        # Before a GPU is looked for, let alone used.
+        (["tiny", "--json", "/no/such/rows.json"], 1, "rows.json: cannot be written: No such"),
+        (["tiny", "--json", "/"], 1, "/: cannot be written: Is a directory"),
+        (["tiny", "--json", "n" * 250], 1, "cannot be written: File name too long"),
+        (["tiny", "--plot", "/no/such/chart.png"], 1, "/no/such/chart.png"),
+        (["tiny", "--plot", "chart"], 1, "chart"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -54,6 +54,9 @@ def bench(
     A model is built from its config, with random weights. Named workloads: bert-large,
     llama-8b-4l, gpt-4096, bert-4096-4l, vit-huge, bert-base.
     """
+    from fp8patch.bench_report import check_targets
+
+    check_targets(json_file, plot_file)
     if from_json is not None:
         from fp8patch.bench_report import read_rows
 
