@@ -46,3 +46,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if os.environ.get("FP8PATCH_REQUIRE_GPU") == "1":
         pytest.fail(f"FP8PATCH_REQUIRE_GPU=1, but {found.reason}", pytrace=False)
     pytest.skip(found.reason)
+
+
+@pytest.fixture(autouse=True)
+def _accelerate_forgets() -> Iterator[None]:
+    """TrainingArguments sets this variable of its process, and the next test would inherit it."""
+    name = "ACCELERATE_MIXED_PRECISION"
+    before = os.environ.get(name)
+    yield
+    if before is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = before

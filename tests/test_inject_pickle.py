@@ -45,7 +45,7 @@ def test_a_pickled_model_is_the_stock_one(inside: bool, new_format: bool) -> Non
         # The live one is as it was.
         assert {n: dict(vars(m)) for n, m in model.named_modules()} == keys
         assert any(hasattr(type(m), "_fp8_base") for m in model.modules())
-    assert b"fp8patch" not in data
+    assert b"fp8patch." not in data  # (torch writes the paths of sources, too)
     assert b"_fp8_" not in data
     twin = loaded(data)
     twin = twin["model"] if inside else twin
@@ -70,7 +70,7 @@ def test_norms_and_heads_too() -> None:
         ids = tokens(2, 8)
         model(input_ids=ids, labels=ids).loss.backward()
         data = saved(model)
-    assert b"fp8patch" not in data
+    assert b"fp8patch." not in data  # (torch writes the paths of sources, too)
     assert [type(m) for m in loaded(data).modules()] == [type(m) for m in llama().modules()]
 
 
