@@ -64,15 +64,15 @@ def check_targets(json_file: Path | None, plot_file: Path | None) -> None:
     Raises:
         Fp8PatchError: A file cannot be written, or not as a chart.
     """
+    for path in (json_file, plot_file):
+        if path is not None:
+            _publish(path, Path.touch, keep=False)
     if plot_file is not None:
         known = _figure().canvas.get_supported_filetypes()
         if plot_file.suffix[1:].lower() not in known:
             raise Fp8PatchError(
                 f"{plot_file}: a chart's name ends in what it is to be: .png, .svg or .pdf."
             )
-    for path in (json_file, plot_file):
-        if path is not None:
-            _publish(path, Path.touch, keep=False)
 
 
 def _publish(path: Path, write: Callable[[Path], Any], *, keep: bool = True) -> None:
