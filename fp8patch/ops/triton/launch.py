@@ -1,9 +1,9 @@
-"""Launching a kernel for a few microseconds of CPU time.
+"""Launching a kernel for little CPU time.
 
 `kernel[grid](...)` binds, inspects and hashes every argument each time, and its C launcher asks the
-driver about every pointer: 30 to 60 us for a kernel of twenty arguments, where a small cast takes 5
-us of GPU time. After a first such launch, `Launcher` calls the compiled kernel directly, with
-addresses as integers.
+driver about every pointer: with twenty arguments that takes longer than a small cast does on the
+GPU. After a first such launch, `Launcher` calls the compiled kernel directly, with addresses as
+integers.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-# torch.cuda.current_stream builds an object, for 5 us; this is the handle that it would hold.
+# torch.cuda.current_stream builds an object; this is the handle that it would hold.
 _raw_stream: Callable[[int], int] = getattr(
     torch._C,
     "_cuda_getCurrentRawStream",
@@ -23,7 +23,7 @@ _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.
 
 
 def blocks_of(size: int, block: int) -> int:
-    """How many blocks cover `size`. (`triton.cdiv` takes 4 us.)"""
+    """How many blocks cover `size`. (`triton.cdiv` is a jitted function: slow.)"""
     return -(-size // block)
 
 
