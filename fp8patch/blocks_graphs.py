@@ -90,6 +90,8 @@ class Graphs:
             return EAGER
         self._keep_addresses(modules)
         global _step
+        if _step.waits() or _alive():
+            _drop_history()
         if _step.waits() or ((alive := _alive()) and not _rescue_gradients(alive)):
             messages.once(
                 "graphs are in use",
@@ -211,15 +213,36 @@ def _is_freed(node: Any) -> bool:
         return "second time" in str(error)
 
 
-def _alive() -> set[int]:
-    """Addresses of what the graphs of the last step have written, and somebody still holds."""
+def _last_nodes() -> list[Any]:
+    """The graphs that ran last, one for each GPU, as PyTorch's graph trees know them."""
     trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is None:
-        return set()
+        return []
     containers = trees.get_obj(trees.local, "tree_manager_containers")
     managers = [container.tree_manager for container in containers.values()]
-    nodes = [m.current_node for m in managers if m is not None and m.current_node is not None]
-    return {ref.data_ptr() for node in nodes for ref in node.path_live_weakrefs()}
+    return [m.current_node for m in managers if m is not None and m.current_node is not None]
+
+
+def _alive() -> set[int]:
+    """Addresses of what the graphs of the last step have written, and somebody still holds."""
+    return {ref.data_ptr() for node in _last_nodes() for ref in node.path_live_weakrefs()}
+
+
+def _drop_history() -> None:
+    """Let go of what only a forward without a backward, long gone, holds.
+
+    A graph returns the same tensor objects at each replay, and keeps them in between: on them hangs
+    autograd's history of the last forward, with everything that it saved.
+    """
+    for last in _last_nodes():
+        # The later ones first: what they have saved is what the earlier ones returned.
+        for node in reversed(list(last._path_from_root)):
+            kept = getattr(node, "cached_tensor_outputs", None) or ()
+            for tensor, reference in zip(kept, node.outputs_weakrefs, strict=False):
+                if tensor is None or tensor.grad_fn is None or tensor._is_view():
+                    continue
+                if reference is not None and reference.expired():
+                    tensor.detach_()
 
 
 def _rescue_gradients(alive: set[int]) -> bool:

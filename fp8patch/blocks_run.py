@@ -175,11 +175,12 @@ class BlockCall:
         if "forward" in block.__dict__:
             self._leave("another forward was set on the instance (a hook of accelerate's?)")
             return block._call_impl(*args, **kwargs)
+        graphs = mode is GRAPHS and not _saved_through_hooks()
         if not _hooked(block):
-            return self._forward(mode is GRAPHS, *args, **kwargs)
+            return self._forward(graphs, *args, **kwargs)
         # Hooks on the block itself (FSDP's, or those that collect outputs) run as they are, around
         # the compiled forward.
-        block.__dict__["forward"] = self._through_hooks[mode is GRAPHS]
+        block.__dict__["forward"] = self._through_hooks[graphs]
         try:
             return block._call_impl(*args, **kwargs)
         finally:
@@ -245,6 +246,21 @@ def _failures() -> tuple[type[Exception], ...]:
 
 def _is_gathered(module: Any) -> bool:
     return isinstance(module, Float8Module) and module._fp8_weight_state.gathered
+
+
+def _saved_through_hooks() -> bool:
+    """Does something else keep what is saved for backward (checkpointing, offloading)?
+
+    Checkpointing drops it, and the memory that a graph was recorded to read is gone at its replay.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return False
+    messages.once(
+        "saved through hooks",
+        "what blocks save for backward goes through hooks (checkpointing that is not reentrant, "
+        "offloading): such blocks run compiled, but without CUDA graphs.",
+    )
+    return True
 
 
 def _hooked(block: Any) -> bool:

@@ -3,7 +3,7 @@
 A plain PyTorch script that knows nothing of fp8patch: what `scripts/check_ddp.py` runs under
 `fp8patch train --nproc N`, and what torchrun runs bare. Each rank saves its model in a folder of
 its own, so that the ranks can be compared, and counts the reductions that no wrapper of PyTorch's
-asked for (those go through C++).
+asked for (those go through C++), by what they compute.
 """
 
 import argparse
@@ -36,14 +36,13 @@ if cuda:
     torch.cuda.set_device(device)
 dist.init_process_group("nccl" if cuda else "gloo")
 
-reductions = 0
+reductions = {"max": 0, "sum": 0}
 reduce = dist.all_reduce
 
 
-def counted(*values: Any, **named: Any) -> Any:
-    global reductions
-    reductions += 1
-    return reduce(*values, **named)
+def counted(tensor: Any, op: Any = dist.ReduceOp.SUM, *values: Any, **named: Any) -> Any:
+    reductions["max" if op == dist.ReduceOp.MAX else "sum"] += 1
+    return reduce(tensor, op, *values, **named)
 
 
 dist.all_reduce = counted

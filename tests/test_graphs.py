@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8patch
-from fp8patch import blocks_graphs, messages
+from fp8patch import blocks_graphs, blocks_run, messages
 from fp8patch.blocks_graphs import Graphs
 from fp8patch.ops import quantize as ops
 
@@ -110,6 +110,20 @@ def test_a_forward_that_is_dropped_waits_for_nothing(watched: Watched) -> None:
     del loss
     watched.forward()
     assert watched.modes[-1] == "graphs"
+
+
+def test_what_is_saved_elsewhere_is_no_graphs(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrote: list[Any] = []
+    monkeypatch.setattr(blocks_run.BlockCall, "_forward", lambda s, graphs, x: wrote.append(graphs))
+    block = watched.model.blocks[0]
+    monkeypatch.setattr(watched.model, "forward", lambda x: block(x))
+    watched.forward()
+    with torch.autograd.graph.save_on_cpu():
+        watched.forward()
+    assert wrote == [True, False]
+    assert "save for backward goes through hooks" in capsys.readouterr().err
 
 
 def test_a_graph_that_is_kept_for_another_backward(watched: Watched) -> None:

@@ -1,7 +1,10 @@
 """Reading the slots on a GPU: the right counts, never a wait, and next to no time."""
 
+import contextlib
 import statistics
 import time
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,6 +39,18 @@ class Training:
         self.optimizer.step()
 
 
+@contextlib.contextmanager
+def a_wait_is_an_error() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "is a prototype feature"
+            torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
 def inputs(step: int, micro: int) -> list[torch.Tensor]:
     return [torch.cat([batch(step, 10 * m + i) for i in range(4)]).cuda() for m in range(micro)]
 
@@ -61,15 +76,11 @@ def test_nothing_waits_for_the_gpu() -> None:
     for x in batches[:4]:  # observation, the first use of kernels, the first pinned memory
         training.step(x)
     torch.cuda.synchronize()
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with a_wait_is_an_error():
         for x in batches[4:]:
             training.step(x)
         with pytest.raises(RuntimeError):
             training.model._fp8_bank.pending()[0].tolist()  # the mode can fail
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
     training.history.finish()
     assert training.history.to_dict()["steps"] == list(range(1, 13))
 

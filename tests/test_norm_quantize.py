@@ -50,6 +50,8 @@ def check(x: Tensor, weight: Any, bias: Any, center: bool, dtype: torch.dtype, s
         assert torch.equal(finite, found[0].isfinite())
         assert numerics.sqnr(y[finite], found[0][finite]) > bar
         for a, b in ((mean, found[1]), (rstd, found[2])):
+            # Which of inf and nan a row with an inf has as its mean is nobody's business.
+            a, b = (statistic.where(statistic.isfinite(), torch.nan) for statistic in (a, b))
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
         # From the y that was written, so that every bit has to agree.
         cast = casts.quantize(found[0], *apart, 448.0, False, False, observe, transpose)

@@ -114,7 +114,7 @@ def test_overhead(scripts: Any, tmp_path: Path) -> None:
 
 def rank_of(rank: int, mode: str, **changes: Any) -> dict[str, Any]:
     found = {
-        "reductions": 8 if mode == "fp8" else 0,
+        "reductions": {"max": 8 if mode == "fp8" else 0, "sum": 0},
         "losses": [2.0 + rank] * 9,
         "evaluations": [] if rank else [2.0],
         "step_seconds": [0.1] * 4,
@@ -129,7 +129,8 @@ def rank_of(rank: int, mode: str, **changes: Any) -> dict[str, Any]:
         (None, {}),
         ("parameters equal over ranks", {"weights": 1.5}),
         ("scales equal over ranks", {"scale": 3.0}),
-        ("one reduction an optimizer step", {"reductions": 9}),
+        ("one reduction an optimizer step", {"reductions": {"max": 9, "sum": 0}}),
+        ("one reduction an optimizer step", {"reductions": {"max": 8, "sum": 1}}),
     ],
 )
 def test_ranks_that_differ_are_found(scripts: Any, what: str | None, fault: dict[str, Any]) -> None:
@@ -146,7 +147,7 @@ def test_ranks_that_differ_are_found(scripts: Any, what: str | None, fault: dict
         state[last]["a.scale"] = torch.tensor(of_last.get("scale", 2.0))
         return module.Run(mode, ranks, found, weights, state)
 
-    alone = {"reductions": 0}
+    alone = {"reductions": {"max": 0, "sum": 0}}
     runs = {("fp8", 2): run("fp8", 2, **fault), ("fp8", 1): run("fp8", 1, **alone)}
     runs |= {("bf16", ranks): run("bf16", ranks) for ranks in (1, 2)}
     failed = [row[0] for row in module.check(runs, 4) if not row[1]]
