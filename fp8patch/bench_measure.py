@@ -14,7 +14,7 @@ from fp8patch.bench_workloads import Workload
 
 __all__ = ["TOP_KERNELS", "Session"]
 
-TOP_KERNELS = 25
+TOP_KERNELS = 60
 _GIB = 2**30
 _CPU_REPEATS = 3
 
