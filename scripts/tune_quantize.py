@@ -1,6 +1,9 @@
 """Find the tiles of the cast kernels: achieved bandwidth by shape and tile, against a plain copy.
 
-python scripts/tune_quantize.py [--quick]
+python scripts/tune_quantize.py [--quick | --sums]
+
+With --sums only the casts with column sums, by tile and by how many programs are aimed at; the time
+is that of both kernels.
 """
 
 import itertools
@@ -11,7 +14,7 @@ import torch
 import triton
 
 from fp8patch import numerics
-from fp8patch.ops.triton import quantize_many
+from fp8patch.ops.triton import column_sums, quantize_many
 from fp8patch.ops.triton.quantize import quantize
 
 SHAPES = ((8192, 1024), (12288, 1024), (12288, 4096), (8192, 4096), (8192, 14336), (4096, 4096))
@@ -27,6 +30,21 @@ TILES = (
     (128, 64, 8),
     (128, 128, 8),
 )
+
+SUMMED = {
+    torch.bfloat16: (
+        (8192, 1024),
+        (12288, 1024),
+        (12288, 4096),
+        (8192, 4096),
+        (8192, 14336),
+        (25728, 1280),
+        (25728, 5120),
+    ),
+    torch.float32: ((12288, 1024), (12288, 4096)),
+}
+SUMMED_TILES = ((32, 64, 2), (32, 64, 4), (64, 64, 4), (16, 64, 1), (32, 128, 4))
+PROGRAMS = (528, 792, 1056, 2112, 4224, 1 << 20)
 
 
 def milliseconds(function: Callable[[], object]) -> float:
@@ -67,6 +85,31 @@ def tune_one(x: torch.Tensor, **flags: bool) -> None:
     print(f"{name}, copy {size / copy / 1e3:.1f}us: {shown}", flush=True)
 
 
+def tune_sums(x: torch.Tensor) -> None:
+    """Print all tiles and numbers of programs for one cast with column sums."""
+    scale, amax = torch.tensor(3.0, device="cuda"), torch.tensor(100.0, device="cuda")
+    counts = torch.zeros(4, dtype=torch.int64, device="cuda")
+    size = moved(x, True)
+    copy = copying(size)
+    print(f"{str(x.dtype)[6:]} {tuple(x.shape)} copy {size / copy / 1e3:.1f}us", flush=True)
+
+    def timed(sums: bool, tile: tuple[int, int, int] | None = None) -> str:
+        flags = {"live": False, "observe": True, "transpose": True, "column_sums": sums}
+        us = 1e3 * milliseconds(
+            lambda: quantize(x, scale, amax, counts, 448.0, numerics.E4M3, tile=tile, **flags)
+        )
+        return f"{us:.1f}us {size / us / 1e3 / copy:.0%}"
+
+    print(f"  without column sums: {timed(False)}")
+    chosen = column_sums.PROGRAMS
+    for tile in SUMMED_TILES:
+        shown = []
+        for column_sums.PROGRAMS in PROGRAMS:
+            shown.append(f"{column_sums.PROGRAMS}: {timed(True, tile)}")
+        print(f"  {tile} " + "  ".join(shown), flush=True)
+    column_sums.PROGRAMS = chosen
+
+
 def tune_many() -> None:
     """The same for all weights of a BERT-large in one launch."""
     jobs = []
@@ -99,6 +142,11 @@ def tune_many() -> None:
 def main() -> None:
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
     print(f"copy of 1 GB: {copying(1 << 30):.0f} GB/s")
+    if "--sums" in sys.argv:
+        for dtype, summed in SUMMED.items():
+            for shape in summed:
+                tune_sums(torch.randn(shape, device="cuda").to(dtype))
+        return
     shapes = SHAPES[:3] if "--quick" in sys.argv else SHAPES
     for dtype, shape in itertools.product((torch.bfloat16, torch.float32), shapes):
         x = torch.randn(shape, device="cuda").to(dtype)

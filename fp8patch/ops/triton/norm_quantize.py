@@ -13,10 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8patch import numerics
-from fp8patch.ops.triton.launch import Launcher, blocks_of, size_class
-from fp8patch.ops.triton.norm import kind_of, whole_rows
-from fp8patch.ops.triton.packing import ASSEMBLY
-from fp8patch.ops.triton.quantize import (
+from fp8patch.ops.triton.cast_tile import (
     CONSTANTS,
     add_count,
     bits_of,
@@ -26,6 +23,9 @@ from fp8patch.ops.triton.quantize import (
     outlier,
     store_tile,
 )
+from fp8patch.ops.triton.launch import Launcher, blocks_of, size_class
+from fp8patch.ops.triton.norm import kind_of, whole_rows
+from fp8patch.ops.triton.packing import ASSEMBLY
 
 
 class Tile(NamedTuple):

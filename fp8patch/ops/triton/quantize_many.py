@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8patch import numerics
+from fp8patch.ops.triton.cast_tile import CONSTANTS, bits_of, live_scale, load_row, quantize_tile
 from fp8patch.ops.triton.launch import Launcher
 from fp8patch.ops.triton.packing import ASSEMBLY
-from fp8patch.ops.triton.quantize import CONSTANTS, bits_of, live_scale, load_row, quantize_tile
 
 # Rows, columns and warps of a tile, found with scripts/tune_quantize.py on an H200.
 TILE = (32, 64, 2)

@@ -1,0 +1,178 @@
+"""The cast of quantize.py with column sums of its input, the gradient of a bias, in the same read.
+
+Sums over rows want many rows in one thread: a reduction across threads, and a row of partial sums
+to write and read again, cost a tile more than its cast. So a program walks down many tiles of the
+same columns, and its threads add up what they read; so they do with amax and counts. At the end it
+writes one row of partial sums; a second kernel adds those up. Atomics would need no second kernel,
+but add in another order, to other last digits, every time.
+
+A program loads the next tile before it casts this one, so that memory always has work from it:
+few programs fit on the GPU at once, and they stay for long.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8patch.ops.triton.cast_tile import (
+    add_count,
+    as_one,
+    bits_of,
+    cast_again,
+    exceeds,
+    live_scale,
+    load_row,
+    max_abs,
+    raise_amax,
+    store_tile,
+)
+from fp8patch.ops.triton.launch import Launcher, blocks_of, size_class
+
+# How many programs to aim at: as many as an H200 runs at once, at 128 registers a thread.
+PROGRAMS = 1056
+# Tiles of a program, so that the count of its elements is exact as an FP32 number.
+_LONGEST = 1024
+
+
+@triton.jit
+def _raw_row(x, m, k, rows, cols, more, stride_m, stride_k, EVEN: tl.constexpr):
+    """Rows m and columns k as they are stored; zero outside x, and anything if not `more`."""
+    offsets = m.to(tl.int64)[:, None] * stride_m + k.to(tl.int64)[None, :] * stride_k
+    if EVEN:
+        return tl.load(x + offsets, mask=more)
+    return tl.load(x + offsets, mask=(m[:, None] < rows) & (k[None, :] < cols) & more, other=0.0)
+
+
+@triton.jit
+def _near_less_zero(values, used, FLUSHES_TO: tl.constexpr):
+    # Adds up to the same as `flushed`, in 30 registers less: a program may hold many more rows.
+    # (Zero times a scale that is not finite is not near zero. Such a sum is not above 0: no count.)
+    return as_one(tl.abs(values * used) <= FLUSHES_TO) - as_one(values == 0.0)
+
+
+# `cols` is not specialised: as a constant 1 it makes neighbours zeros that are known to be equal,
+# and ptxas 12.8 converts a pair of equal registers wrongly (F2FP merges garbage in).
+@triton.jit(do_not_specialize=["cols", "tiles", "walk"])
+def _kernel(
+    x, x_fp8, x_fp8_t, scale, scale_inv, bits, amax, counts, partial,
+    limit, rows, cols, height, width, stride_m, stride_k, tiles, walk,
+    LARGEST: tl.constexpr, CLIPS: tl.constexpr, FLUSHES_TO: tl.constexpr, FLOOR: tl.constexpr,
+    LIVE: tl.constexpr, OBSERVE: tl.constexpr, TRANSPOSE: tl.constexpr, EVEN: tl.constexpr,
+    FULL: tl.constexpr, PTX: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    across = tl.cdiv(width, BK)
+    first = (pid // across) * walk
+    last = tl.minimum(first + walk, tiles)
+    k = (pid % across) * BK + tl.arange(0, BK)
+    if LIVE:
+        used = live_scale(bits, limit, FLOOR)
+    else:
+        used = tl.load(scale)
+    # (`width` is known to be a multiple of 16.)
+    end = width if FULL else cols
+    sums = tl.zeros((BM // 4, BK), tl.float32)
+    top = tl.zeros((BM // 4, BK // 4), tl.float32)
+    lost = tl.zeros((BM // 4, BK // 4), tl.float32)
+    w = first * (BM // 4) + tl.arange(0, BM // 4)
+    r0 = _raw_row(x, 4 * w, k, rows, end, True, stride_m, stride_k, EVEN)
+    r1 = _raw_row(x, 4 * w + 1, k, rows, end, True, stride_m, stride_k, EVEN)
+    r2 = _raw_row(x, 4 * w + 2, k, rows, end, True, stride_m, stride_k, EVEN)
+    r3 = _raw_row(x, 4 * w + 3, k, rows, end, True, stride_m, stride_k, EVEN)
+    for tile in range(first, last):
+        w = tile * (BM // 4) + tl.arange(0, BM // 4)
+        n = w + BM // 4
+        more = tile + 1 < last
+        n0 = _raw_row(x, 4 * n, k, rows, end, more, stride_m, stride_k, EVEN)
+        n1 = _raw_row(x, 4 * n + 1, k, rows, end, more, stride_m, stride_k, EVEN)
+        n2 = _raw_row(x, 4 * n + 2, k, rows, end, more, stride_m, stride_k, EVEN)
+        n3 = _raw_row(x, 4 * n + 3, k, rows, end, more, stride_m, stride_k, EVEN)
+        v0, v1 = r0.to(tl.float32), r1.to(tl.float32)
+        v2, v3 = r2.to(tl.float32), r3.to(tl.float32)
+        store_tile(
+            x_fp8, x_fp8_t, v0 * used, v1 * used, v2 * used, v3 * used, w, k, rows, width, height,
+            TRANSPOSE, EVEN, PTX,
+        )  # fmt: skip
+        sums += (v0 + v1) + (v2 + v3)
+        # By fours, which one thread holds: fewer registers to carry along.
+        tops = max_abs(max_abs(v0, v1), max_abs(v2, v3))
+        top = max_abs(top, tl.reduce(tl.reshape(tops, (BM // 4, BK // 4, 4)), 2, max_abs))
+        if OBSERVE:
+            small = _near_less_zero(v0, used, FLUSHES_TO) + _near_less_zero(v1, used, FLUSHES_TO)
+            small += _near_less_zero(v2, used, FLUSHES_TO) + _near_less_zero(v3, used, FLUSHES_TO)
+            lost += tl.sum(tl.reshape(small, (BM // 4, BK // 4, 4)), 2)
+        r0, r1, r2, r3 = n0, n1, n2, n3
+    target = partial + (pid // across).to(tl.int64) * width + k
+    tl.store(target, tl.sum(sums, 0), mask=k < width)
+    top_bits = tl.max(bits_of(top))
+    if OBSERVE:
+        raise_amax(amax, top_bits)
+        add_count(counts, 1, lost)
+    if exceeds(top_bits, used, CLIPS):
+        # Rare: find the tiles that hold an outlier, and cast these again.
+        for tile in range(first, last):
+            w = tile * (BM // 4) + tl.arange(0, BM // 4)
+            v0 = load_row(x, 4 * w, k, rows, end, stride_m, stride_k, EVEN)
+            v1 = load_row(x, 4 * w + 1, k, rows, end, stride_m, stride_k, EVEN)
+            v2 = load_row(x, 4 * w + 2, k, rows, end, stride_m, stride_k, EVEN)
+            v3 = load_row(x, 4 * w + 3, k, rows, end, stride_m, stride_k, EVEN)
+            tile_bits = tl.max(bits_of(max_abs(max_abs(v0, v1), max_abs(v2, v3))))
+            if exceeds(tile_bits, used, CLIPS):
+                cast_again(
+                    x, x_fp8, x_fp8_t, counts, used, w, k, rows, end, width, height,
+                    stride_m, stride_k, LARGEST, CLIPS, OBSERVE, TRANSPOSE, EVEN, PTX,
+                )  # fmt: skip
+    if pid == 0:
+        tl.store(scale_inv, tl.div_rn(1.0, used))
+        if OBSERVE:
+            # A size of 1 is a Python constant in here, which has no `.to`.
+            tl.atomic_add(counts + 3, (tl.zeros((), tl.int64) + rows) * cols, sem="relaxed")
+
+
+@triton.jit
+def _add_rows_kernel(partial, sums, rows, cols, width, BM: tl.constexpr, BK: tl.constexpr):
+    k = tl.program_id(0) * BK + tl.arange(0, BK)
+    total = tl.zeros((BM, BK), tl.float32)
+    for start in range(0, rows, BM):
+        m = start + tl.arange(0, BM)
+        inside = (m[:, None] < rows) & (k[None, :] < width)
+        total += tl.load(partial + m[:, None] * width + k[None, :], mask=inside, other=0.0)
+    tl.store(sums + k, tl.sum(total, 0), mask=k < cols)
+
+
+_cast = Launcher(_kernel)
+_add_rows = Launcher(_add_rows_kernel)
+
+
+def cast_and_add(
+    variant: Hashable,
+    down: int,
+    across: int,
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[float, ...],
+    constants: Callable[[], dict[str, Any]],
+    warps: int,
+    shape: tuple[int, int],
+) -> Tensor:
+    """The launch of `quantize.quantize` (its arguments), over `down` times `across` tiles.
+
+    Returns the sums over the rows of x, FP32 [K]; `shape` is K and K padded.
+    """
+    cols, width = shape
+    device = tensors[0].device
+    walk = min(blocks_of(down * across, PROGRAMS), _LONGEST)
+    rows = blocks_of(down, walk)
+    partial = torch.empty((rows, width), dtype=torch.float32, device=device)
+    _cast(variant, rows * across, (*tensors, partial), (*numbers, down, walk), constants, warps)
+    if rows == 1:
+        return partial[0, :cols]
+    sums = torch.empty(cols, dtype=torch.float32, device=device)
+    sizes = rows, cols, width
+    tile = {"BM": 64, "BK": 32}
+    kinds = tuple(map(size_class, sizes))
+    _add_rows(kinds, blocks_of(cols, 32), (partial, sums), sizes, tile, 4)
+    return sums
