@@ -1,7 +1,8 @@
 """Who runs in a benchmark: names, what each is, and how it changes the workload's model.
 
 All train the same model code on the same batch. What is in FP8 is decided once, by our plan, and
-every FP8 contender converts that list of Linears; only `ours-head-bf16` leaves the head out.
+every FP8 contender converts that list of Linears; only `ours-head-bf16` leaves the head out, and
+`ours-norm-bf16` lets every norm write BF16, as Transformer Engine's do.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ from fp8patch.blocks import compile_blocks
 from fp8patch.convert import convert_model
 from fp8patch.errors import Fp8PatchError
 from fp8patch.plan import Plan, plan_model
+from fp8patch.recipe import Recipe
 
 __all__ = [
     "BASE", "CONTENDERS", "DEFAULT", "Contender", "Mode", "Prepared", "best_of", "expand", "prepare"
@@ -43,6 +45,7 @@ class Contender:
         mode: Eager, blocks compiled, or compiled under CUDA graphs.
         recipe: torchao's recipe; ours and Transformer Engine's are delayed scaling.
         head: Convert heads that can be; otherwise they stay in BF16.
+        norm_output: As a recipe has it, for ours.
         group: The contender that this is a variant of: the best of a group stands for it.
     """
 
@@ -51,6 +54,7 @@ class Contender:
     mode: Mode = "eager"
     recipe: str = "delayed"
     head: bool = True
+    norm_output: Literal["auto", "bf16"] = "auto"
     group: str | None = None
 
 
@@ -66,6 +70,8 @@ CONTENDERS: dict[str, Contender] = {
         Contender(name="fp8-compile", family="ours", mode="compile"),
         Contender(name="fp8-graphs", family="ours", mode="graphs"),
         Contender(name="ours-head-bf16", family="ours", mode="compile", head=False),
+        Contender(name="ours-norm-bf16", family="ours", mode="compile", norm_output="bf16"),
+        Contender(name="ours-norm-bf16-graphs", family="ours", mode="graphs", norm_output="bf16"),
         *(
             Contender(
                 name=f"{group}-{recipe}", family="torchao", mode=mode, recipe=recipe, group=group
@@ -164,7 +170,8 @@ def prepare(contender: Contender, workload: Workload, model: nn.Module, device: 
 
 def _convert(contender: Contender, workload: Workload, model: nn.Module, device: str) -> Prepared:
     include = workload.include if contender.head else ()
-    plan = plan_model(model, include=include, tokens=workload.tokens)
+    recipe = Recipe(norm_output=contender.norm_output)
+    plan = plan_model(model, recipe, include=include, tokens=workload.tokens)
     paths = [d.path for d in plan.converted() if d.kind in ("linear", "conv1d")]
     predicted = plan.summary()["gemm_gain"]
     if contender.family == "ours":

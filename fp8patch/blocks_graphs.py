@@ -238,11 +238,12 @@ def _drop_history() -> None:
         # The later ones first: what they have saved is what the earlier ones returned.
         for node in reversed(list(last._path_from_root)):
             kept = getattr(node, "cached_tensor_outputs", None) or ()
-            for tensor, reference in zip(kept, node.outputs_weakrefs, strict=False):
-                if tensor is None or tensor.grad_fn is None or tensor._is_view():
+            for at, reference in enumerate(node.outputs_weakrefs[: len(kept)]):
+                # By position: it counts who holds the tensor, and a name of ours would be one.
+                if kept[at] is None or kept[at].grad_fn is None or kept[at]._is_view():
                     continue
                 if reference is not None and reference.expired():
-                    tensor.detach_()
+                    kept[at].detach_()
 
 
 def _rescue_gradients(alive: set[int]) -> bool:

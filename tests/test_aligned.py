@@ -148,3 +148,16 @@ def test_it_is_the_stock_head_in_bf16(bias: bool) -> None:
         assert a.shape == b.shape
         assert a.dtype == b.dtype
         assert sqnr(a.double(), b.double()) > 45
+
+
+@pytest.mark.parametrize("n", [5, 6, 12, 16])
+@pytest.mark.parametrize("offset", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_copies_of_rows(n: int, offset: int, dtype: torch.dtype) -> None:
+    source = torch.randn(3, n + 4, dtype=dtype)[:, offset : offset + n]
+    target = torch.zeros(3, n + 3, dtype=torch.bfloat16)
+    aligned._copy(source, target[:, :n])
+    assert torch.equal(target[:, :n], source.to(torch.bfloat16))
+    assert not target[:, n:].any()
+    aligned._copy(source.t(), target[:, :n].t())
+    assert torch.equal(target[:, :n], source.to(torch.bfloat16))

@@ -1,6 +1,8 @@
-"""CUDA graphs change nothing: losses, gradients and slots are those of compiled blocks, exactly.
+"""CUDA graphs change nothing: losses, gradients and slots are those of compiled blocks.
 
-And those are the eager ones but for how Inductor rounds between the GEMMs, which is checked in dB.
+Exactly, but for how FP32 sums are split, which Inductor chooses by what is faster at the moment:
+that is 140 dB and more, until a value rounds the other way. What is lost, stale or added to itself
+is under 30. And compiled ones are the eager ones but for how Inductor rounds between the GEMMs.
 """
 
 import copy
@@ -21,6 +23,7 @@ from fp8patch.scaling import Bank
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 LAYERS = 3
+BAR = 60  # dB
 
 
 def trees() -> Any:
@@ -31,13 +34,9 @@ def trees() -> Any:
 
 @pytest.fixture(autouse=True)
 def _reset() -> Iterator[None]:
-    from torch._inductor import config
-
     torch._dynamo.reset()
     blocks_graphs._step = blocks_graphs._Step()
-    # Or how a sum is split is chosen by what is faster at the moment.
-    with config.patch(deterministic=True):
-        yield
+    yield
     torch._dynamo.reset()
     trees().reset_cudagraph_trees()
 
@@ -125,7 +124,10 @@ def both(build: Callable[[], Any], loop: Loop, *, graphs: int | None = None) -> 
 
 
 def differ(a: Tensor, b: Tensor) -> bool:
-    return a.dtype != b.dtype or not torch.equal(a.nan_to_num(), b.nan_to_num())
+    a, b = a.nan_to_num(), b.nan_to_num()
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return True
+    return not torch.equal(a, b) and sqnr(a.double(), b.double()) < BAR
 
 
 def accumulate(
@@ -238,7 +240,7 @@ def test_what_the_model_returns_stays() -> None:
         at_once = []
         for step in range(9):
             with torch.autocast("cuda", torch.bfloat16), fp8patch.autocast(backend="fp8"):
-                output = model(input_ids=tokens(seed=step), output_hidden_states=step == 4)
+                output = model(input_ids=tokens(seed=step))
             hidden = output.last_hidden_state
             kept.append(hidden.detach())
             at_once.append(hidden.detach().clone())

@@ -78,10 +78,11 @@ class AlignedGemms(torch.autograd.Function):
                 longer = torch.nn.functional.pad(bias.to(dtype), (0, ctx.width - n))
                 output = torch.addmm(longer, rows, padded.t())
             # Whole rows of its own, as nn.Linear's output has.
-            output = output[:, :n].contiguous()
+            whole = output.new_empty(output.shape[0], n)
+            _copy(output[:, :n], whole)
         # The weight, which lives anyway, and not its copy: a loss in chunks calls this many times.
         ctx.save_for_backward(rows, weight)
-        return output
+        return whole
 
     @staticmethod
     @once_differentiable
@@ -90,7 +91,7 @@ class AlignedGemms(torch.autograd.Function):
         input_dtype, weight_dtype, bias_dtype = ctx.dtypes
         n, width = ctx.features, ctx.width
         grad = grad_output.new_empty(grad_output.shape[0], width, dtype=rows.dtype)
-        grad[:, :n].copy_(grad_output)
+        _copy(grad_output, grad[:, :n])
         grad[:, n:].zero_()
         grad_input = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
@@ -100,6 +101,25 @@ class AlignedGemms(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_bias = grad_output.sum(0, dtype=torch.float32).to(bias_dtype)
         return grad_input, grad_weight, grad_bias, None
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    """Copy [M, N], several elements at a time where rows lie so that this can be done.
+
+    PyTorch copies what is not contiguous one element at a time: 0.8 ms for BERT-large's logits,
+    whose traffic needs 0.35.
+    """
+    for wide in (torch.int64, torch.int32):
+        if source.dtype == target.dtype and _can_view(source, wide) and _can_view(target, wide):
+            source, target = source.view(wide), target.view(wide)
+            break
+    target.copy_(source)
+
+
+def _can_view(x: Tensor, wide: torch.dtype) -> bool:
+    each = wide.itemsize // x.itemsize
+    starts = (x.shape[1], x.stride(0), x.storage_offset())
+    return x.stride(1) == 1 and not any(size % each for size in starts)
 
 
 def _pad_rows(weight: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
