@@ -51,7 +51,9 @@ def amax(x: Tensor) -> Tensor:
     """max |x| as an FP32 scalar; inf and nan propagate; 0 for an empty tensor."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
-    return x.abs().amax().float()
+    # One pass; `x.abs().amax()` writes |x| first.
+    largest: Tensor = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
+    return largest
 
 
 def scale_from_amax(live_amax: Tensor, limit: float) -> Tensor:
