@@ -16,7 +16,7 @@ FORMATS = {
 
 
 class Counted:
-    """Counts of every converted module's inputs and gradients (delayed scaling).
+    """Counts of every converted module's inputs, weights and gradients (delayed scaling).
 
     Attributes:
         counts: {(path, role): [clipped, flushed, not finite, all]} so far.
@@ -28,6 +28,7 @@ class Counted:
         self.counts: dict[tuple[str, str], Any] = defaultdict(lambda: np.zeros(4, np.int64))
         self.amax: dict[tuple[str, str], float] = defaultdict(float)
         self.scales: dict[tuple[str, str], float] = {}
+        self._weighed: set[str] = set()
         self.steps: list[Any] = []
         for path, module in model.named_modules():
             if hasattr(type(module), "_fp8_base") and hasattr(module, "in_features"):
@@ -38,6 +39,9 @@ class Counted:
             if not torch.is_grad_enabled():
                 return
             self._count((path, "input"), args[0], module._fp8_input_slot)
+            if path not in self._weighed:  # once a step, however many micro-batches it has
+                self._weighed.add(path)
+                self._count((path, "weight"), module.weight, module._fp8_weight_slot)
             output.register_hook(
                 lambda grad: self._count((path, "grad_output"), grad, module._fp8_grad_slot)
             )
@@ -70,3 +74,4 @@ class Counted:
         counts = {key: count.tolist() for key, count in self.counts.items()}
         self.steps.append((counts, dict(self.amax), dict(self.scales)))
         self.amax.clear()
+        self._weighed.clear()
