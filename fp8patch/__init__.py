@@ -24,16 +24,16 @@ _PUBLIC = {
     "Recipe": "fp8patch.recipe",
     "RecipeError": "fp8patch.errors",
     "autocast": "fp8patch.amp",
-    "compile_blocks": "fp8patch.blocks",
+    "compile_blocks": "fp8patch.blocks.compiled",
     "convert_model": "fp8patch.convert",
-    "enable": "fp8patch.inject",
-    "invalidate": "fp8patch.inspection",
-    "load": "fp8patch.checkpoint",
-    "measure_sqnr": "fp8patch.inspection",
-    "metrics": "fp8patch.inspection",
-    "plan_model": "fp8patch.plan",
+    "enable": "fp8patch.inject.patch",
+    "invalidate": "fp8patch.inspect.metrics",
+    "load": "fp8patch.checkpoint.save_load",
+    "measure_sqnr": "fp8patch.inspect.metrics",
+    "metrics": "fp8patch.inspect.metrics",
+    "plan_model": "fp8patch.plan.model",
     "revert_model": "fp8patch.convert",
-    "save": "fp8patch.checkpoint",
+    "save": "fp8patch.checkpoint.save_load",
 }
 
 __all__ = [
@@ -64,8 +64,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from fp8patch.amp import autocast
-    from fp8patch.blocks import compile_blocks
-    from fp8patch.checkpoint import load, save
+    from fp8patch.blocks.compiled import compile_blocks
+    from fp8patch.checkpoint.save_load import load, save
     from fp8patch.convert import convert_model, revert_model
     from fp8patch.errors import (
         CheckpointError,
@@ -75,12 +75,12 @@ if TYPE_CHECKING:
         PlanError,
         RecipeError,
     )
-    from fp8patch.inject import enable
-    from fp8patch.inspection import invalidate, measure_sqnr, metrics
+    from fp8patch.inject.patch import enable
+    from fp8patch.inspect.metrics import invalidate, measure_sqnr, metrics
     from fp8patch.modules.conv1d import Float8Conv1D
     from fp8patch.modules.linear import Float8Linear
     from fp8patch.modules.norm import Float8LayerNorm, Float8RMSNorm
-    from fp8patch.plan import plan_model
+    from fp8patch.plan.model import plan_model
     from fp8patch.recipe import Recipe
 
 

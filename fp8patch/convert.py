@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from fp8patch.checkpoint_hooks import install
+from fp8patch.checkpoint.hooks import install
 from fp8patch.errors import ConversionError
 from fp8patch.modules import linear, norm  # noqa: F401  (linear: registers its class)
 from fp8patch.modules.aligned import AlignedLinear
 from fp8patch.modules.base import Float8Module, attach, detach, float8_class
 from fp8patch.modules.norm_forms import NormForm, NormProbe
-from fp8patch.plan import Decision, Plan, plan_model, stock_class
-from fp8patch.plan_types import GEMM_KINDS, NORM_KINDS
+from fp8patch.plan.model import Decision, Plan, plan_model, stock_class
+from fp8patch.plan.types import GEMM_KINDS, NORM_KINDS
 from fp8patch.recipe import Recipe
 from fp8patch.roots import unwatch_root, watch_root
 from fp8patch.scaling import Bank

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fp8patch.checkpoint import load, save
+from fp8patch.checkpoint.save_load import load, save
 from fp8patch.convert import convert_model
 from fp8patch.demo_model import BATCH, HELD_OUT, LENGTH, VOCABULARY, Progress, Task, Training
 from fp8patch.errors import CheckpointError, Fp8PatchError
 from fp8patch.hardware import Hardware, detect
-from fp8patch.inspection import metrics
+from fp8patch.inspect.metrics import metrics
 from fp8patch.modules.base import Float8Module
 from fp8patch.numerics import SEEN
 from fp8patch.slots import GRAD_OUTPUT, ROLES

@@ -1,7 +1,7 @@
 """The parent of a `fp8patch train` run: what to start, in which environment, and what came of it.
 
 It stays above the run, loads no torch, and touches nothing that the script can see but three
-environment variables. The other half is `inject.py`, in every process below.
+environment variables. The other half is `inject/patch.py`, in every process below.
 """
 
 import dataclasses
@@ -105,7 +105,7 @@ def run(command: list[str], options: TrainOptions) -> int:
 
 
 def child_environment(options: TrainOptions, environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ`, and what makes a process of the run find its way to `inject.arm`.
+    """`environ`, and what makes a process of the run find its way to `inject.patch.arm`.
 
     Raises:
         Fp8PatchError: Accelerate's own FP8 is on, or the installation's path cannot be used.

@@ -9,8 +9,8 @@ from itertools import chain
 from typing import Any
 
 from fp8patch.errors import CheckpointError
-from fp8patch.inspect_slots import SlotPoints
-from fp8patch.inspect_source import Source
+from fp8patch.inspect.slots import SlotPoints
+from fp8patch.inspect.source import Source
 
 __all__ = ["METRICS", "ROLES", "check_runs", "drawing", "names_of"]
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from fp8patch import __version__
-from fp8patch.inspect_advice import advise, overrides, percent, recipe_lines
-from fp8patch.inspect_run import last_loss
-from fp8patch.inspect_slots import layers_of
-from fp8patch.inspect_source import Source
-from fp8patch.plan_types import CODES
+from fp8patch.inspect.advice import advise, overrides, percent, recipe_lines
+from fp8patch.inspect.run import last_loss
+from fp8patch.inspect.slots import layers_of
+from fp8patch.inspect.source import Source
+from fp8patch.plan.types import CODES
 from fp8patch.report_data import METRICS, ROLES, drawing, names_of
 
 __all__ = ["MARK", "page"]

@@ -71,7 +71,7 @@ class Bank:
         # Scales move only where amax are reduced over a group: a call that one rank makes by itself
         # (of the module inside DDP) must neither wait for the others nor get ahead of them.
         self.collective = False
-        # Told before scales move, and when all state was replaced: an `inject_history.History`.
+        # Told before scales move, and when all state was replaced: an `inject.history.History`.
         self.watcher: Any = None
         tell_of_steps(self)
 

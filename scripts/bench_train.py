@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from fp8patch.bench import Settings, run
-from fp8patch.bench_contenders import expand
-from fp8patch.bench_report import kernels_text, plot, read_rows, table, write_rows
-from fp8patch.bench_workloads import WORKLOADS, resolve
+from fp8patch.bench.contenders import expand
+from fp8patch.bench.report import kernels_text, plot, read_rows, table, write_rows
+from fp8patch.bench.run import Settings, run
+from fp8patch.bench.workloads import WORKLOADS, resolve
 
 ORDER = ("bert-large", "llama-8b-4l", "vit-huge", "bert-4096-4l", "gpt-4096", "bert-base")
 EVERYBODY = (

@@ -7,7 +7,7 @@ import argparse
 import json
 from pathlib import Path
 
-from fp8patch.bench_fit import fit
+from fp8patch.bench.fit import fit
 
 
 def main() -> None:

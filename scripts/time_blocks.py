@@ -18,7 +18,7 @@ import transformers
 from torch._inductor import cudagraph_trees
 
 import fp8patch
-from fp8patch import blocks_graphs
+from fp8patch.blocks import graphs
 
 STEPS, WARM_UP = 12, 8
 
@@ -50,7 +50,7 @@ def measure(name: str, way: str, bf16: bool) -> dict[str, Any]:
     if way != "eager":
         left = fp8patch.compile_blocks(model, cuda_graphs=way == "graphs")
     begin: list[float] = []
-    stock = blocks_graphs.Graphs.begin
+    stock = graphs.Graphs.begin
 
     def timed(self: Any) -> Any:
         started = time.perf_counter()
@@ -58,7 +58,7 @@ def measure(name: str, way: str, bf16: bool) -> dict[str, Any]:
         begin.append(1000 * (time.perf_counter() - started))
         return mode
 
-    blocks_graphs.Graphs.begin = timed  # type: ignore[method-assign]
+    graphs.Graphs.begin = timed  # type: ignore[method-assign]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     ids = torch.randint(0, 28996, (rows, length), device="cuda")
     labels = torch.where(torch.rand(rows, length, device="cuda") > 0.15, -100, ids)
@@ -86,7 +86,7 @@ def measure(name: str, way: str, bf16: bool) -> dict[str, Any]:
         dispatch.append(1000 * (time.perf_counter() - started))
         torch.cuda.synchronize()
         times.append(events[0].elapsed_time(events[1]))
-    blocks_graphs.Graphs.begin = stock  # type: ignore[method-assign]
+    graphs.Graphs.begin = stock  # type: ignore[method-assign]
     manager: Any = cudagraph_trees.get_manager(0, create_if_none_exists=False)
     return {
         "model": name,

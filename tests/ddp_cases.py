@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8patch
-from fp8patch import inject
+from fp8patch.inject import patch
 from fp8patch.slots import Slots
 
 
@@ -121,7 +121,7 @@ class Rank:
             self.optimizer.zero_grad()
             self.step()
             counted.step()
-        history = inject._run.models[-1].history
+        history = patch._run.models[-1].history
         history.finish()
         steps = [{f"{p} {r}": v for (p, r), v in step[0].items()} for step in counted.steps]
         self.note("counts", history=history.to_dict(), counted=steps)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fp8patch
-from fp8patch import inject
+from fp8patch.inject import patch as inject
 from fp8patch.train_options import TrainOptions
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"

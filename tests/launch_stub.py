@@ -24,9 +24,9 @@ def arm():
     with open(os.environ["ARMED_LOG"], "a") as file:
         file.write(f"{os.getpid()} {os.path.basename(sys.argv[0])}\\n")
 
-stub = types.ModuleType("fp8patch.inject")
+stub = types.ModuleType("fp8patch.inject.patch")
 stub.arm = arm
-sys.modules["fp8patch.inject"] = stub
+sys.modules["fp8patch.inject.patch"] = stub
 """
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8patch.plan import Decision, plan_model
+from fp8patch.plan.model import Decision, plan_model
 
 
 def holder(**modules: nn.Module) -> nn.Module:

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from fp8patch import bench_contenders, cli, hardware
-from fp8patch.bench import Settings, run
-from fp8patch.bench_contenders import CONTENDERS, best_of, expand, prepare
-from fp8patch.bench_groups import Need, groups
-from fp8patch.bench_report import REQUIRED, kernels_text, plot, read_rows, table, write_rows
-from fp8patch.bench_turns import Group
-from fp8patch.bench_workloads import WORKLOADS, Workload, resolve
+from fp8patch import cli, hardware
+from fp8patch.bench import contenders as bench_contenders
+from fp8patch.bench.contenders import CONTENDERS, best_of, expand, prepare
+from fp8patch.bench.groups import Need, groups
+from fp8patch.bench.report import REQUIRED, kernels_text, plot, read_rows, table, write_rows
+from fp8patch.bench.run import Settings, run
+from fp8patch.bench.turns import Group
+from fp8patch.bench.workloads import WORKLOADS, Workload, resolve
 from fp8patch.errors import Fp8PatchError
 
 TINY = WORKLOADS["tiny"]
@@ -131,8 +132,8 @@ def test_one_that_ends_before_its_group_has_begun_is_a_row_too() -> None:
 
 
 def test_the_deadline_leaves_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8patch.bench_turns._TURNS", 0.2)
-    monkeypatch.setattr("fp8patch.bench_turns._RESERVE", 0.1)
+    monkeypatch.setattr("fp8patch.bench.turns._TURNS", 0.2)
+    monkeypatch.setattr("fp8patch.bench.turns._RESERVE", 0.1)
     began = time.monotonic()
     rows = _stub(["bf16", "bf16-graphs", "fp8-compile"], deadline=began + 3)
     assert time.monotonic() - began < 10
@@ -179,7 +180,7 @@ def test_everybody_converts_the_same_layers(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(bench_contenders, "_torchao", lambda _, paths, __: asked.append(paths) or 1)
     monkeypatch.setattr(bench_contenders, "_compile", lambda *_: None)
     prepare(CONTENDERS["torchao-rowwise"], TINY, TINY.model("cpu"), "cpu")
-    monkeypatch.setattr("fp8patch.bench_te.swap", lambda _, paths: asked.append(paths) or 1)
+    monkeypatch.setattr("fp8patch.bench.te.swap", lambda _, paths: asked.append(paths) or 1)
     prepare(CONTENDERS["te-swap"], TINY, TINY.model("cpu"), "cpu")
     assert ours == asked[0] == asked[1]
     assert len(ours) == prepared.converted == 8

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fp8patch import rates, roofline
-from fp8patch.bench_fit import fit, predictions
-from fp8patch.bench_gemm import OPERATIONS, SHAPES, measure, text
+from fp8patch.bench.fit import fit, predictions
+from fp8patch.bench.gemm import OPERATIONS, SHAPES, measure, text
 from fp8patch.errors import PlanError
 from fp8patch.rates import Rates
 from fp8patch.roofline import GPUS, predict_gain, rates_of

@@ -9,8 +9,8 @@ import torch
 import transformers
 from torch import nn
 
-from fp8patch.bench_te import replace_layers, swap
-from fp8patch.bench_workloads import WORKLOADS
+from fp8patch.bench.te import replace_layers, swap
+from fp8patch.bench.workloads import WORKLOADS
 from fp8patch.errors import Fp8PatchError
 
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp8patch
-from fp8patch import blocks_calls, blocks_run
-from fp8patch.blocks_find import find_blocks, structure, variants
+from fp8patch.blocks import calls as blocks_calls
+from fp8patch.blocks import run
+from fp8patch.blocks.find import find_blocks, structure, variants
 
 # Dynamo's own: it looks at .grad of whatever it is given, and makes a Function to trace one.
 pytestmark = [
@@ -288,7 +289,7 @@ def test_what_breaks_is_left_eager_and_named(capsys: pytest.CaptureFixture[str])
 def test_one_that_needs_too_many_graphs_is_left_eager_and_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(blocks_run, "_GRAPHS_A_VARIANT", 1)
+    monkeypatch.setattr(run, "_GRAPHS_A_VARIANT", 1)
 
     class Counts(Block):
         number = 0
@@ -314,7 +315,7 @@ def test_a_frame_that_the_compiler_skips_is_left_eager(monkeypatch: pytest.Monke
     def skipped(*args: Any) -> Any:
         raise RuntimeError("torch.compile with fullgraph=True found no compiled frames.")
 
-    monkeypatch.setattr(blocks_run.Structure, "compiled", lambda self, kind: skipped)
+    monkeypatch.setattr(run.Structure, "compiled", lambda self, kind: skipped)
     torch.manual_seed(0)
     model = Model()
     eager = copy.deepcopy(model)

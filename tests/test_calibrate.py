@@ -13,8 +13,8 @@ from directories import digests, left_behind, run, write, write_tokenizer
 from zoo_base import VOCAB
 
 import fp8patch
-from fp8patch.checkpoint_sidecar import SIDECAR, STATE, read_sidecar
-from fp8patch.checkpoint_stream import convert_directory
+from fp8patch.checkpoint.sidecar import SIDECAR, STATE, read_sidecar
+from fp8patch.checkpoint.stream import convert_directory
 from fp8patch.recipe import Recipe
 from fp8patch.slots import GRAD_OUTPUT, INPUT, WEIGHT, limit
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import fp8patch
 from fp8patch import messages
-from fp8patch.checkpoint import SIDECAR, STATE
-from fp8patch.checkpoint_sidecar import BankMeta
+from fp8patch.checkpoint.save_load import SIDECAR, STATE
+from fp8patch.checkpoint.sidecar import BankMeta
 from fp8patch.errors import CheckpointError, HardwareError
 
 

@@ -12,7 +12,7 @@ import transformers
 from resume_cases import build
 
 import fp8patch
-from fp8patch import checkpoint_hooks
+from fp8patch.checkpoint import hooks
 
 WRAPPED = [
     (transformers.PreTrainedModel, "save_pretrained"),
@@ -52,16 +52,16 @@ def test_what_is_imported_later_is_wrapped_then() -> None:
 
 @pytest.mark.parametrize(("cls", "name"), WRAPPED)
 def test_wrapped_once_and_transparent(cls: Any, name: str) -> None:
-    checkpoint_hooks.install()
+    hooks.install()
     method = getattr(cls, name)
     original = method.__wrapped__
-    assert not hasattr(original, checkpoint_hooks._MARK), "wrapped twice"
+    assert not hasattr(original, hooks._MARK), "wrapped twice"
     assert method.__name__ == name
     assert method.__qualname__ == original.__qualname__
     assert inspect.signature(method) == inspect.signature(original)
 
-    checkpoint_hooks._installed.clear()
-    checkpoint_hooks.install()
+    hooks._installed.clear()
+    hooks.install()
     fp8patch.convert_model(build("llama"))
     assert getattr(cls, name) is method
 
@@ -73,7 +73,7 @@ def test_a_method_that_is_gone_is_said(capsys: pytest.CaptureFixture[str]) -> No
         class Trainer:
             def save_model(self) -> None: ...
 
-    checkpoint_hooks._wrap_all(checkpoint_hooks._TARGETS["transformers.trainer"], Module())
+    hooks._wrap_all(hooks._TARGETS["transformers.trainer"], Module())
     said = capsys.readouterr().err
     assert "no Trainer._load_best_model in this version" in said
     assert "save_model" not in said
@@ -84,15 +84,15 @@ def test_a_library_imported_halfway_is_wrapped_at_the_next_call() -> None:
     # its class not there yet.
     code = """
 import importlib.util, sys, types
-from fp8patch import checkpoint_hooks
+from fp8patch.checkpoint import hooks
 half = types.ModuleType("accelerate.accelerator")
 half.__spec__ = importlib.util.spec_from_loader("accelerate.accelerator", loader=None)
 half.__spec__._initializing = True
 sys.modules["accelerate.accelerator"] = half
-checkpoint_hooks.install()
+hooks.install()
 del sys.modules["accelerate.accelerator"]
 from accelerate import Accelerator
-checkpoint_hooks.install()
+hooks.install()
 assert hasattr(Accelerator.save_state, "_fp8patch_wrapped")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -15,8 +15,8 @@ import torch
 from saved_cases import Plain, files, state, trained
 
 import fp8patch
-from fp8patch import checkpoint_workspace
-from fp8patch.checkpoint import SIDECAR, STATE
+from fp8patch.checkpoint import workspace
+from fp8patch.checkpoint.save_load import SIDECAR, STATE
 from fp8patch.errors import CheckpointError
 
 
@@ -144,7 +144,7 @@ def test_another_recipe_starts_anew(saved: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_full_disk_leaves_the_old_files(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, write = files(saved), checkpoint_workspace._write_bytes
+    before, write = files(saved), workspace._write_bytes
     model = trained(steps=3)
 
     def full(path: Path, data: bytes) -> None:
@@ -153,7 +153,7 @@ def test_a_full_disk_leaves_the_old_files(saved: Path, monkeypatch: pytest.Monke
             raise OSError(errno.ENOSPC, "No space left on device")
         write(path, data)
 
-    monkeypatch.setattr(checkpoint_workspace, "_write_bytes", full)
+    monkeypatch.setattr(workspace, "_write_bytes", full)
     with pytest.raises(CheckpointError, match=r"the disk is full\. Free some space.*untouched\."):
         fp8patch.save(model, saved)
     assert files(saved) == before

@@ -8,10 +8,10 @@ import pytest
 import torch
 import transformers
 
-from fp8patch import checkpoint_skeleton
-from fp8patch.checkpoint_skeleton import model_from_config
+from fp8patch.checkpoint import skeleton
+from fp8patch.checkpoint.skeleton import model_from_config
 from fp8patch.errors import CheckpointError, PlanError
-from fp8patch.plan import plan_model
+from fp8patch.plan.model import plan_model
 
 
 def write(path: Path, **changes: Any) -> Path:
@@ -122,7 +122,7 @@ def test_values_that_build_nothing(tmp_path: Path) -> None:
 
 
 def test_hub_name_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_skeleton, "_hub_answers", lambda: False)
+    monkeypatch.setattr(skeleton, "_hub_answers", lambda: False)
     with pytest.raises(CheckpointError, match="hub cannot be reached"):
         model_from_config("nobody/nothing-at-all")
 
@@ -134,11 +134,11 @@ def test_hub_is_not_asked_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    assert not checkpoint_skeleton._hub_answers()
+    assert not skeleton._hub_answers()
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy")
-    assert checkpoint_skeleton._hub_answers()
+    assert skeleton._hub_answers()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert not checkpoint_skeleton._hub_answers()
+    assert not skeleton._hub_answers()
 
 
 def test_a_config_with_infinity_in_it(tmp_path: Path) -> None:

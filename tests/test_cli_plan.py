@@ -18,10 +18,10 @@ from typer.testing import CliRunner, Result
 
 import fp8patch
 from fp8patch import cli
-from fp8patch.checkpoint_skeleton import model_from_config
+from fp8patch.checkpoint.skeleton import model_from_config
 from fp8patch.cli import output
 from fp8patch.cli.plan import show
-from fp8patch.plan import Plan, plan_model
+from fp8patch.plan.model import Plan, plan_model
 
 LLAMA = {
     "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,

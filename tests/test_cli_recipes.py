@@ -10,7 +10,7 @@ from directories import run, write
 
 from fp8patch.cli import output
 from fp8patch.errors import RecipeError
-from fp8patch.inspect_advice import recipe_line, recipe_lines
+from fp8patch.inspect.advice import recipe_line, recipe_lines
 from fp8patch.recipe import Recipe, builtin_names, describe
 from fp8patch.recipe_facts import facts_of, layers_of, to_yaml
 from fp8patch.recipe_overrides import FIELDS, Override

@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 import fp8patch
-from fp8patch.blocks_find import _scalars, find_blocks, structure
+from fp8patch.blocks.find import _scalars, find_blocks, structure
 
 # Dynamo's own: it looks at .grad of whatever it is given, and makes a Function to trace one.
 pytestmark = [

@@ -13,8 +13,8 @@ import pytest
 import torch
 from directories import digests, edit_weights, left_behind, run, write
 
-from fp8patch.checkpoint_sidecar import SIDECAR, STATE
-from fp8patch.checkpoint_stream import convert_directory
+from fp8patch.checkpoint.sidecar import SIDECAR, STATE
+from fp8patch.checkpoint.stream import convert_directory
 from fp8patch.errors import CheckpointError
 
 
@@ -101,7 +101,7 @@ def test_parents_are_made_and_removed_again(llama: Path, tmp_path: Path) -> None
 # The command line with a pause in the middle: all files copied, no sidecar yet.
 PAUSED = """
     import sys, time
-    import fp8patch.checkpoint_stream as stream
+    import fp8patch.checkpoint.stream as stream
     copy = stream.copy_tree
     def copy_and_wait(*args, **kwargs):
         copy(*args, **kwargs)
@@ -180,7 +180,7 @@ def _full(*args: object) -> bool:
 
 
 @pytest.mark.parametrize(
-    "where", ["checkpoint_files._reflink", "checkpoint_workspace._write_bytes"]
+    "where", ["checkpoint.files._reflink", "checkpoint.workspace._write_bytes"]
 )
 @pytest.mark.parametrize("force", [False, True])
 def test_a_full_disk_is_one_line_and_leaves_nothing(

@@ -13,8 +13,8 @@ from transformers import conversion_mapping
 from zoo import ENTRIES
 
 import fp8patch
-from fp8patch.checkpoint_sidecar import SIDECAR, STATE, read_sidecar
-from fp8patch.checkpoint_stream import convert_directory
+from fp8patch.checkpoint.sidecar import SIDECAR, STATE, read_sidecar
+from fp8patch.checkpoint.stream import convert_directory
 from fp8patch.errors import CheckpointError
 from fp8patch.slots import WEIGHT
 
@@ -109,8 +109,8 @@ def test_a_tensor_in_pieces_is_the_tensor(
 ) -> None:
     convert_directory(llama, tmp_path / "whole")
     as_torch_file(write(tmp_path / "bin"))
-    monkeypatch.setattr("fp8patch.checkpoint_tensors.PIECE_BYTES", 5 * 64 * 4)
-    monkeypatch.setattr("fp8patch.checkpoint_tensors._REOPEN_BYTES", 10_000)
+    monkeypatch.setattr("fp8patch.checkpoint.tensors.PIECE_BYTES", 5 * 64 * 4)
+    monkeypatch.setattr("fp8patch.checkpoint.tensors._REOPEN_BYTES", 10_000)
     for source in (llama, tmp_path / "bin"):
         convert_directory(source, tmp_path / "pieces", force=True)
         assert_same_states(weight_states(tmp_path / "pieces"), weight_states(tmp_path / "whole"))

@@ -12,13 +12,13 @@ import transformers
 from directories import write
 from safetensors.torch import save_file
 
-from fp8patch.checkpoint_skeleton import model_from_config
+from fp8patch.checkpoint.skeleton import model_from_config
 
 # VmHWM and not ru_maxrss, which a child inherits from the process that started it.
 MEASURED = """
 import sys
 from pathlib import Path
-from fp8patch.checkpoint_stream import convert_directory
+from fp8patch.checkpoint.stream import convert_directory
 def peak():
     status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024

@@ -12,12 +12,13 @@ import torch
 from directories import run, write
 from injected import python
 
-from fp8patch import doctor as doctor_module
-from fp8patch import doctor_gemms, doctor_machine, doctor_peers, hardware
+from fp8patch import hardware
 from fp8patch.cli.plan import foot, make_plan
-from fp8patch.doctor_advice import Advice, advise
-from fp8patch.doctor_environment import find_interference
-from fp8patch.doctor_types import CastTest, GemmTest, Outcome
+from fp8patch.doctor import examine as doctor_module
+from fp8patch.doctor import gemms, machine, peers
+from fp8patch.doctor.advice import Advice, advise
+from fp8patch.doctor.environment import find_interference
+from fp8patch.doctor.types import CastTest, GemmTest, Outcome
 from fp8patch.recipe import Recipe, builtin_names
 from fp8patch.roofline import GPUS, resolve_gpu
 
@@ -41,7 +42,7 @@ def advice(
     """What `doctor` concludes on such a machine, where GEMMs of the kind `broken` fail."""
     where = hardware.classify("cpu" if capability is None else "cuda", name, capability)
     tests = []
-    for kind in doctor_gemms.KINDS:
+    for kind in gemms.KINDS:
         outcome: Outcome | None = FINE
         if capability is None:
             outcome = None
@@ -160,7 +161,7 @@ def test_a_file_with_a_builtins_name_is_not_the_builtin(tmp_path: Path) -> None:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without the process that tries other libraries, and without this machine's settings."""
-    monkeypatch.setattr(doctor_peers, "start", lambda packages: nullcontext(None))
+    monkeypatch.setattr(peers, "start", lambda packages: nullcontext(None))
     nothing = find_interference({"HF_HOME": str(tmp_path)})
     monkeypatch.setattr(doctor_module, "find_interference", lambda: nothing)
 
@@ -185,7 +186,7 @@ def test_json_holds_what_was_tested(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["usable"] is True
-    assert [test["kind"] for test in found["gemms"]] == [kind.name for kind in doctor_gemms.KINDS]
+    assert [test["kind"] for test in found["gemms"]] == [kind.name for kind in gemms.KINDS]
     assert all(test["emulated"]["db"] > 45 for test in found["gemms"])
     plan = make_plan(str(model), Recipe())
     assert found["model"]["converted_gemms"] == plan.summary()["converted_gemms"]
@@ -227,7 +228,7 @@ def test_a_wrong_model_or_recipe_is_said_before_anything_runs(
 
 @pytest.mark.usefixtures("alone")
 def test_a_driver_without_a_torch_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_machine, "driver", lambda: "580.95.05")
+    monkeypatch.setattr(machine, "driver", lambda: "580.95.05")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "a PyTorch that is built for CUDA can use the GPU" in run("doctor").stdout
 
@@ -236,7 +237,7 @@ def test_a_full_disk_leaves_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(**options: Any) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(doctor_peers.tempfile, "mkdtemp", full)
+    monkeypatch.setattr(peers.tempfile, "mkdtemp", full)
     result = run("doctor", "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["faults"] == []
@@ -245,8 +246,8 @@ def test_a_full_disk_leaves_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("alone")
 def test_exit_1_where_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A PyTorch whose FP32 product is wrong: there is no GPU here, and now no emulation either."""
-    right = doctor_gemms.fp8_gemm
-    monkeypatch.setattr(doctor_gemms, "fp8_gemm", lambda *a, **o: right(*a, **o) * 1.02)
+    right = gemms.fp8_gemm
+    monkeypatch.setattr(gemms, "fp8_gemm", lambda *a, **o: right(*a, **o) * 1.02)
     result = run("doctor")
     assert result.exit_code == 1
     assert "FAILED" in result.stdout

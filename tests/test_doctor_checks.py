@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8patch import doctor_casts, doctor_gemms, numerics
-from fp8patch.doctor_gemms import BAR_DB, KINDS, Kind, Operand
+from fp8patch import numerics
+from fp8patch.doctor import casts, gemms
+from fp8patch.doctor.gemms import BAR_DB, KINDS, Kind, Operand
 
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
@@ -20,7 +21,7 @@ kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 
 def test_every_kind_is_right_when_emulated() -> None:
-    for test in doctor_gemms.check_gemms(None):
+    for test in gemms.check_gemms(None):
         assert test.hardware is None
         assert test.emulated.ok, f"{test.kind}: {test.emulated.detail}"
         # E5M2 has one bit less than E4M3.
@@ -32,7 +33,7 @@ def test_the_oracle_is_that_of_an_independent_cast(kind: Kind) -> None:
     """ml_dtypes and plain loops over blocks, instead of `numerics`."""
     # Exact rationals, one element at a time, are slow.
     rows = 2 if kind.name.startswith("MX") else None
-    for x, cast in zip(doctor_gemms._data(kind), kind.cast, strict=True):
+    for x, cast in zip(gemms._data(kind), kind.cast, strict=True):
         operand = cast(x[:rows])
         fp8 = next(f for f in oracle.FORMATS if f.torch == operand.values.dtype)
         raw, wide = _independent(oracle.numpy(x[:rows]), kind, cast, fp8)
@@ -58,7 +59,7 @@ def _swapped(kind: Kind, change: Callable[[Operand], Operand]) -> Any:
     """The test of `kind` with an emulation that gets a changed second operand."""
     emulated = kind.emulated
     wrong = dataclasses.replace(kind, emulated=lambda a, b, where: emulated(a, change(b), where))
-    return doctor_gemms._check(wrong, None)
+    return gemms._check(wrong, None)
 
 
 @kinds
@@ -89,13 +90,13 @@ def test_scales_of_other_rows_are_seen(kind: Kind) -> None:
 @pytest.mark.parametrize("kind", KINDS[:3], ids=lambda kind: kind.name)
 def test_the_call_of_the_hardware_gemm(kind: Kind) -> None:
     """PyTorch's CPU has these three: the same call, without a GPU."""
-    test = doctor_gemms._check(kind, "cpu")
+    test = gemms._check(kind, "cpu")
     assert test.hardware is not None
     assert test.hardware.ok, test.hardware.detail
 
 
 def test_what_a_library_refuses_is_its_answer() -> None:
-    test = doctor_gemms._check(KINDS[3], "cpu")
+    test = gemms._check(KINDS[3], "cpu")
     assert test.hardware is not None
     assert not test.hardware.ran
     assert test.hardware.detail.startswith("Invalid scaling configuration")
@@ -104,19 +105,19 @@ def test_what_a_library_refuses_is_its_answer() -> None:
 
 def test_nan_is_a_failure() -> None:
     bad = dataclasses.replace(KINDS[0], emulated=lambda a, b, d: torch.full((256, 384), torch.nan))
-    outcome = doctor_gemms._check(bad, None).emulated
+    outcome = gemms._check(bad, None).emulated
     assert (outcome.ran, outcome.ok) == (True, False)
 
 
 def test_the_layouts_that_cublas_documents() -> None:
     x = torch.arange(256 * 8, dtype=torch.int64)
     exponent = (x % 251).to(torch.uint8).reshape(256, 8)
-    flat = doctor_gemms.swizzled(exponent).view(torch.uint8)
+    flat = gemms.swizzled(exponent).view(torch.uint8)
     for row, col in ((0, 0), (1, 0), (32, 0), (31, 3), (127, 5), (128, 0), (255, 7)):
         tile = (row // 128) * 2 + col // 4
         place = tile * 512 + (row % 128 % 32) * 16 + (row % 128 // 32) * 4 + col % 4
         assert flat[place] == exponent[row, col]
-    columns = doctor_gemms.column_major(torch.zeros(5, 3))
+    columns = gemms.column_major(torch.zeros(5, 3))
     assert (tuple(columns.shape), columns.stride()) == ((5, 3), (1, 5))
 
 
@@ -124,7 +125,7 @@ def test_the_layouts_that_cublas_documents() -> None:
 
 
 def test_the_casts_are_right_here() -> None:
-    for test in doctor_casts.check_casts("cpu"):
+    for test in casts.check_casts("cpu"):
         assert test.outcome.ok, f"{test.name}: {test.outcome.detail}"
 
 
@@ -148,15 +149,15 @@ def _bit(x: Tensor) -> None:
 def test_a_cast_that_is_a_bit_off_is_seen(
     part: str, spoil: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = doctor_casts.quantize
+    right = casts.quantize
 
     def wrong(*args: Any) -> Any:
         found = tuple(tensor.clone() for tensor in right(*args))
         spoil(found, args[2], args[3])
         return found
 
-    monkeypatch.setattr(doctor_casts, "quantize", wrong)
-    details = [test.outcome.detail for test in doctor_casts.check_casts("cpu")]
+    monkeypatch.setattr(casts, "quantize", wrong)
+    details = [test.outcome.detail for test in casts.check_casts("cpu")]
     assert details == [f"not equal to the oracle: {part}"] * 3 + ["", "", ""]
 
 
@@ -164,8 +165,8 @@ def test_a_kernel_that_does_not_compile_is_said(monkeypatch: pytest.MonkeyPatch)
     def fails(*args: Any) -> Any:
         raise RuntimeError("ptxas\nfatal: unknown target")
 
-    monkeypatch.setattr(doctor_casts, "quantize_rowwise", fails)
-    outcome = doctor_casts.check_casts("cpu")[3].outcome
+    monkeypatch.setattr(casts, "quantize_rowwise", fails)
+    outcome = casts.check_casts("cpu")[3].outcome
     assert (outcome.ran, outcome.ok, outcome.detail) == (
         False,
         False,
@@ -177,13 +178,13 @@ def test_an_update_that_forgets_the_oldest_is_seen(monkeypatch: pytest.MonkeyPat
     def wrong(history: Tensor, cursor: Tensor, *rest: Any) -> None:
         numerics.delayed_update(history[:, :15], cursor, *rest)
 
-    monkeypatch.setattr(doctor_casts, "delayed_update", wrong)
-    detail = doctor_casts.check_casts("cpu")[4].outcome.detail
+    monkeypatch.setattr(casts, "delayed_update", wrong)
+    detail = casts.check_casts("cpu")[4].outcome.detail
     assert detail.startswith("not equal to the oracle: history (max)")
 
 
 def test_a_norm_that_is_one_percent_off_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = doctor_casts.norm
-    monkeypatch.setattr(doctor_casts, "norm", lambda *a: tuple(x * 1.01 for x in right(*a)))
-    detail = doctor_casts.check_casts("cpu")[5].outcome.detail
+    right = casts.norm
+    monkeypatch.setattr(casts, "norm", lambda *a: tuple(x * 1.01 for x in right(*a)))
+    detail = casts.check_casts("cpu")[5].outcome.detail
     assert detail == "not equal to the oracle: LayerNorm, RMSNorm"

@@ -8,8 +8,8 @@ import pytest
 import torch
 from directories import run
 
-from fp8patch import doctor_casts, doctor_gemms, doctor_machine
-from fp8patch.doctor import examine
+from fp8patch.doctor import casts, gemms, machine
+from fp8patch.doctor.examine import examine
 from fp8patch.recipe import Recipe, builtin_names
 
 pytestmark = pytest.mark.gpu
@@ -17,25 +17,25 @@ pytestmark = pytest.mark.gpu
 
 def test_every_kind_that_the_gpu_is_to_have_runs_right() -> None:
     capability = torch.cuda.get_device_capability()
-    for test in doctor_gemms.check_gemms("cuda"):
+    for test in gemms.check_gemms("cuda"):
         assert test.hardware is not None
         if test.expected(capability):
             assert test.hardware.ok, f"{test.kind}: {test.hardware.detail}"
-            assert (test.hardware.db or 0) >= doctor_gemms.BAR_DB
+            assert (test.hardware.db or 0) >= gemms.BAR_DB
         else:
             assert not test.hardware.ran, f"{test.kind} runs, and is said to need {test.needs}"
             assert test.hardware.detail
 
 
-@pytest.mark.parametrize("kind", doctor_gemms.KINDS[2:5], ids=lambda kind: kind.name)
-def test_scales_that_belong_to_other_blocks_are_seen(kind: doctor_gemms.Kind) -> None:
+@pytest.mark.parametrize("kind", gemms.KINDS[2:5], ids=lambda kind: kind.name)
+def test_scales_that_belong_to_other_blocks_are_seen(kind: gemms.Kind) -> None:
     def moved(operand: Any) -> Any:
         return dataclasses.replace(operand, scale_inv=operand.scale_inv.roll(1, 0))
 
     def wrong(a: Any, b_t: Any, device: str) -> Any:
         return kind.hardware(a, moved(b_t), device)
 
-    test = doctor_gemms._check(dataclasses.replace(kind, hardware=wrong), "cuda")
+    test = gemms._check(dataclasses.replace(kind, hardware=wrong), "cuda")
     assert test.hardware is not None
     assert test.hardware.ran
     assert not test.hardware.ok
@@ -43,20 +43,20 @@ def test_scales_that_belong_to_other_blocks_are_seen(kind: doctor_gemms.Kind) ->
 
 
 def test_the_kernels_equal_the_oracle() -> None:
-    for test in doctor_casts.check_casts("cuda"):
+    for test in casts.check_casts("cuda"):
         assert test.outcome.ok, f"{test.name}: {test.outcome.detail}"
 
 
 def test_a_kernel_that_is_a_bit_off_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = doctor_casts.quantize
+    right = casts.quantize
 
     def off(*args: Any) -> Any:
         values, *rest = right(*args)
         values.view(torch.uint8)[5, 7] ^= 1
         return values, *rest
 
-    monkeypatch.setattr(doctor_casts, "quantize", off)
-    details = [test.outcome.detail for test in doctor_casts.check_casts("cuda")]
+    monkeypatch.setattr(casts, "quantize", off)
+    details = [test.outcome.detail for test in casts.check_casts("cuda")]
     assert details == ["not equal to the oracle: values"] * 3 + [""] * 4
 
 
@@ -71,7 +71,7 @@ def test_the_examination() -> None:
     assert (rows["rowwise"] == "fp8") == (torch.cuda.get_device_capability() >= (9, 0))
     assert found.cuda == torch.version.cuda
     assert [gpu.name for gpu in found.gpus][:1] == [torch.cuda.get_device_name(0)]
-    driver = doctor_machine.driver()
+    driver = machine.driver()
     assert driver is not None, "neither /proc/driver/nvidia/version nor nvidia-smi says a version"
     assert re.fullmatch(r"\d+(\.\d+)+", driver)
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from injected import python
 
-from fp8patch import doctor_machine, doctor_peers, launch
-from fp8patch.doctor_environment import accelerate_config, find_interference
+from fp8patch import launch
+from fp8patch.doctor import machine, peers
+from fp8patch.doctor.environment import accelerate_config, find_interference
 from fp8patch.errors import Fp8PatchError
 from fp8patch.train_options import TrainOptions
 
@@ -89,20 +90,20 @@ def test_least_versions_are_those_of_the_package() -> None:
         requirement.split(">=") for requirement in project["dependencies"] if ">=" in requirement
     )
     least = {name: tuple(map(int, version.split("."))) for name, version in stated.items()}
-    assert least == doctor_machine.MINIMUM
+    assert least == machine.MINIMUM
 
 
 def test_packages_missing_and_old(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.9.1+cu126", "accelerate": "1.15.0"}
-    monkeypatch.setattr(doctor_machine, "_version", versions.get)
-    found = {package.name: package.problem for package in doctor_machine.packages()}
+    monkeypatch.setattr(machine, "_version", versions.get)
+    found = {package.name: package.problem for package in machine.packages()}
     assert found["torch"] == "too old; fp8patch needs 2.11 or newer"
     assert found["transformers"] == "not installed; fp8patch needs 5 or newer"
     assert "plain PyTorch" in found["triton"]
     assert found["accelerate"] == ""
     assert "torchao" not in found
     versions["torch"] = "2.11.0a0+git123"
-    assert doctor_machine.packages()[0].problem == ""
+    assert machine.packages()[0].problem == ""
 
 
 @pytest.mark.parametrize(
@@ -116,31 +117,31 @@ def test_the_driver_from_the_kernel(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "version").write_text(text)
-    monkeypatch.setattr(doctor_machine, "_LOADED", tmp_path / "version")
-    assert doctor_machine.driver() == "580.95.05"
+    monkeypatch.setattr(machine, "_LOADED", tmp_path / "version")
+    assert machine.driver() == "580.95.05"
 
 
 def test_the_driver_from_its_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_machine, "_LOADED", tmp_path / "none")
+    monkeypatch.setattr(machine, "_LOADED", tmp_path / "none")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 535.129.03\necho 535.129.03\n")
     tool.chmod(0o755)
-    assert doctor_machine.driver() == "535.129.03"
+    assert machine.driver() == "535.129.03"
     tool.write_text("#!/bin/sh\necho NVIDIA-SMI has failed; exit 9\n")
-    assert doctor_machine.driver() is None
+    assert machine.driver() is None
 
 
 # -- other libraries ------------------------------------------------------------------------------
 
 AO = """
 import os, sys
-from fp8patch import doctor_peers
-first = doctor_peers._weights_left_behind()
+from fp8patch.doctor import peers
+first = peers._weights_left_behind()
 from accelerate.state import AcceleratorState
 AcceleratorState._reset_state(reset_partial_state=True)
 os.environ["ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"] = "false"
-print(first and first["seen"], doctor_peers._weights_left_behind(), sep="|")
+print(first and first["seen"], peers._weights_left_behind(), sep="|")
 """
 
 
@@ -158,7 +159,7 @@ def test_weights_left_behind_by_accelerate_with_torchao(tmp_path: Path) -> None:
 def test_ragged_blocks_read_by_transformers() -> None:
     import transformers
 
-    found = doctor_peers._ragged_blocks()
+    found = peers._ragged_blocks()
     if transformers.__version__ == "5.24.0":
         assert found is not None
         assert found["seen"].startswith("32 of 192 rows")
@@ -178,21 +179,21 @@ def test_what_is_written_down_and_what_does_not_load(
     def other_release() -> Any:
         raise AttributeError("no such name")
 
-    monkeypatch.setattr(doctor_peers.importlib, "import_module", load)
-    monkeypatch.setattr(doctor_peers, "_ATTEMPTS", (other_release, lambda: None, lambda: fault))
-    doctor_peers.reproduce(str(tmp_path / "found.json"))
+    monkeypatch.setattr(peers.importlib, "import_module", load)
+    monkeypatch.setattr(peers, "_ATTEMPTS", (other_release, lambda: None, lambda: fault))
+    peers.reproduce(str(tmp_path / "found.json"))
     ended = subprocess.Popen([sys.executable, "-c", ""])
-    faults, broken = doctor_peers.Reproduction(ended, tmp_path / "found.json").result()
+    faults, broken = peers.Reproduction(ended, tmp_path / "found.json").result()
     assert [f.libraries for f in faults] == ["a 1"]
     assert broken == {"torchao": "RuntimeError: built for another torch"}
     died = subprocess.Popen([sys.executable, "-c", "import os; os.abort()"], stderr=-3)
-    assert doctor_peers.Reproduction(died, tmp_path / "none.json").result() == ([], {})
+    assert peers.Reproduction(died, tmp_path / "none.json").result() == ([], {})
 
 
 def test_one_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_peers, "_SECONDS", 0.05)
-    monkeypatch.setattr(doctor_peers, "_CHILD", "import time; time.sleep(60)")
-    with doctor_peers.start(doctor_machine.packages()) as reproduction:
+    monkeypatch.setattr(peers, "_SECONDS", 0.05)
+    monkeypatch.setattr(peers, "_CHILD", "import time; time.sleep(60)")
+    with peers.start(machine.packages()) as reproduction:
         assert reproduction is not None
         assert reproduction.result() == ([], {})
 
@@ -205,7 +206,7 @@ def test_the_process_is_kept_from_gpus_and_other_runs() -> None:
         "CUDA_VISIBLE_DEVICES": "3",
         "FP8PATCH_TRAIN": "{}",
     }
-    kept = doctor_peers._environment(environ)
+    kept = peers._environment(environ)
     assert kept == {
         "ACCELERATE_FP8_BACKEND": "AO",
         "CUDA_VISIBLE_DEVICES": "",

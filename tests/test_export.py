@@ -15,8 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from fp8patch import numerics
-from fp8patch.checkpoint_sidecar import SIDECAR, STATE
-from fp8patch.export import FORMATS, export_directory
+from fp8patch.checkpoint.sidecar import SIDECAR, STATE
+from fp8patch.export.directory import FORMATS, export_directory
 
 UP = "model.layers.1.mlp.up_proj"
 # What a format calls the weight and the scales of a layer.
@@ -150,8 +150,8 @@ def test_pieces_make_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for form in FORMATS:
         export(source, tmp_path / "whole", "--format", form, "--force")
         with monkeypatch.context() as patch:
-            patch.setattr("fp8patch.checkpoint_tensors.PIECE_BYTES", 150 * 512)
-            patch.setattr("fp8patch.export_weights._PART_ELEMENTS", 50 * 128)
+            patch.setattr("fp8patch.checkpoint.tensors.PIECE_BYTES", 150 * 512)
+            patch.setattr("fp8patch.export.weights._PART_ELEMENTS", 50 * 128)
             export(source, tmp_path / "pieces", "--format", form, "--force")
         assert digests(tmp_path / "whole") == digests(tmp_path / "pieces")
 

@@ -16,13 +16,13 @@ from torchao.quantization import Float8Tensor
 from transformers.quantizers.quantizers_utils import should_convert_module
 from zoo import ENTRIES
 
-from fp8patch.checkpoint_tensors import open_tensors
+from fp8patch.checkpoint.tensors import open_tensors
 from fp8patch.errors import ConversionError
-from fp8patch.export import FORMATS
-from fp8patch.export_formats import BlockFp8, CompressedTensors, Format
-from fp8patch.export_layers import Selected, _reads, select
-from fp8patch.export_torchao import TorchAo
-from fp8patch.plan import plan_model
+from fp8patch.export.directory import FORMATS
+from fp8patch.export.formats import BlockFp8, CompressedTensors, Format
+from fp8patch.export.layers import Selected, _reads, select
+from fp8patch.export.torchao import TorchAo
+from fp8patch.plan.model import plan_model
 
 FORMS: tuple[type[Format], ...] = (CompressedTensors, BlockFp8, TorchAo)
 
@@ -75,7 +75,7 @@ def test_loaders_skip_what_was_kept_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """By transformers' own rule, which matches the starts and the ends of paths. Blocks of 16."""
-    monkeypatch.setattr("fp8patch.export_formats._BLOCK", 16)
+    monkeypatch.setattr("fp8patch.export.formats._BLOCK", 16)
     source = write(tmp_path / "model", name)
     done = export(source, tmp_path / "out", "--format", "hf-fp8")
     values = quantisation(tmp_path / "out")

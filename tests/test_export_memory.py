@@ -10,13 +10,13 @@ import pytest
 import transformers
 from exported import write_llama
 
-from fp8patch.checkpoint_skeleton import model_from_config
+from fp8patch.checkpoint.skeleton import model_from_config
 
 # VmHWM and not ru_maxrss, which a child inherits from the process that started it.
 MEASURED = """
 import sys
 from pathlib import Path
-from fp8patch.export import export_directory
+from fp8patch.export.directory import export_directory
 def peak():
     status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024

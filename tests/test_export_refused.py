@@ -16,7 +16,7 @@ from exported import write_llama
 from test_convert_bad_input import ONE_FILE, SHARDED, config, weight
 
 from fp8patch.errors import ConversionError
-from fp8patch.export import export_directory
+from fp8patch.export.directory import export_directory
 
 # The damages that `convert` refuses in words of its own are refused in the same words here.
 SAME = {
@@ -107,7 +107,7 @@ def test_an_exported_directory_is_no_source(tmp_path: Path) -> None:
         assert "quantised already" in result.stderr
 
 
-@pytest.mark.parametrize("where", ["export_writer.ShardWriter.append", "checkpoint_files._reflink"])
+@pytest.mark.parametrize("where", ["export.writer.ShardWriter.append", "checkpoint.files._reflink"])
 def test_a_full_disk_is_one_line_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -126,7 +126,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
 # Stops in the middle of the third weight.
 PAUSED = """
     import sys, time
-    from fp8patch.export_writer import ShardWriter
+    from fp8patch.export.writer import ShardWriter
     append, calls = ShardWriter.append, []
     def append_and_wait(self, *args):
         append(self, *args)
@@ -170,7 +170,7 @@ def test_a_gap_in_a_file_is_a_fault_of_ours(
 ) -> None:
     """A planted one: a piece that is not written does not become zeros."""
     source = write_llama(tmp_path / "model")
-    monkeypatch.setattr("fp8patch.export_weights._copy", lambda *args: None)
+    monkeypatch.setattr("fp8patch.export.weights._copy", lambda *args: None)
     with pytest.raises(AssertionError):
         export_directory(source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

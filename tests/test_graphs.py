@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import fp8patch
-from fp8patch import blocks_graphs, blocks_run, messages
-from fp8patch.blocks_graphs import Graphs
+from fp8patch import messages
+from fp8patch.blocks import graphs as blocks_graphs
+from fp8patch.blocks import run
+from fp8patch.blocks.graphs import Graphs
 from fp8patch.ops import quantize as ops
 
 pytestmark = [
@@ -116,7 +118,7 @@ def test_what_is_saved_elsewhere_is_no_graphs(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrote: list[Any] = []
-    monkeypatch.setattr(blocks_run.BlockCall, "_forward", lambda s, graphs, x: wrote.append(graphs))
+    monkeypatch.setattr(run.BlockCall, "_forward", lambda s, graphs, x: wrote.append(graphs))
     block = watched.model.blocks[0]
     monkeypatch.setattr(watched.model, "forward", lambda x: block(x))
     watched.forward()

@@ -15,7 +15,8 @@ import transformers
 from torch import Tensor
 
 import fp8patch
-from fp8patch import blocks_graphs, messages
+from fp8patch import messages
+from fp8patch.blocks import graphs as blocks_graphs
 from fp8patch.numerics import sqnr
 from fp8patch.scaling import Bank
 

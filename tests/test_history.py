@@ -12,9 +12,9 @@ from injected import armed
 from torch import Tensor, nn
 
 import fp8patch
-from fp8patch import inject_history
-from fp8patch.inject_history import History
-from fp8patch.inject_series import Series
+from fp8patch.inject import history as inject_history
+from fp8patch.inject.history import History
+from fp8patch.inject.series import Series
 
 NAMES = ("saturated", "flushed", "non_finite", "seen")
 WIDTH = 32

@@ -15,7 +15,7 @@ from test_history import WIDTH, Block, batch, check_counts, series
 from torch import nn
 
 import fp8patch
-from fp8patch.inject_history import History
+from fp8patch.inject.history import History
 from fp8patch.readback import Readback
 
 pytestmark = pytest.mark.gpu

@@ -13,8 +13,10 @@ import transformers
 from injected import armed
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fp8patch import blocks, inject_compile, messages
+from fp8patch import messages
+from fp8patch.blocks import compiled as blocks
 from fp8patch.errors import Fp8PatchError
+from fp8patch.inject import compile as inject_compile
 from fp8patch.train_options import TrainOptions
 
 pytestmark = [

@@ -14,7 +14,7 @@ from trap_models import bert, blocks, llama, noise, tokens
 
 import fp8patch
 from fp8patch.errors import ConversionError, Fp8PatchError, PlanError
-from fp8patch.inject_outputs import find_loss, to_fp32, tokens_of
+from fp8patch.inject.outputs import find_loss, to_fp32, tokens_of
 from fp8patch.modules.gemms import Float8Gemms
 
 
@@ -384,9 +384,9 @@ def test_accelerates_own_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     with pytest.raises(ConversionError, match="ACCELERATE_MIXED_PRECISION=fp8"):
         fp8patch.enable(backend="emulate")
-    from fp8patch import inject
+    from fp8patch.inject import patch
 
-    inject.disarm()
+    patch.disarm()
 
 
 def test_a_pattern_that_matches_nothing_is_an_error() -> None:

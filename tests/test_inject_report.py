@@ -16,8 +16,8 @@ from torch import nn
 from trap_models import blocks, llama, noise, tokens
 
 import fp8patch
-from fp8patch import inject, inject_compat, inject_conflicts
 from fp8patch.errors import HardwareError
+from fp8patch.inject import compat, conflicts, patch
 
 
 def steps(model: Any, count: int) -> None:
@@ -113,14 +113,14 @@ def test_a_run_without_fp8_says_so(
         blocks()(noise(4, 32))
     assert "FP8 is off: " in capsys.readouterr().err
     reason = "this PyTorch is built without CUDA."
-    monkeypatch.setattr(inject_conflicts, "no_fp8_in_this_build", lambda: reason)
+    monkeypatch.setattr(conflicts, "no_fp8_in_this_build", lambda: reason)
     with pytest.raises(HardwareError, match="--emulate"):
         fp8patch.enable(backend="fp8")
-    inject.disarm()
+    patch.disarm()
 
 
 def test_fp8_on_a_cpu_is_refused_at_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inject_conflicts, "no_fp8_in_this_build", lambda: None)
+    monkeypatch.setattr(conflicts, "no_fp8_in_this_build", lambda: None)
     model = blocks()
     with armed(backend="fp8"), pytest.raises(HardwareError, match="cannot run here"):
         model(noise(4, 32))
@@ -149,13 +149,13 @@ def test_compat_supplies_names() -> None:
 
     accelerate: Any = types.ModuleType("accelerate.utils.dataclasses")
     accelerate.DistributedType = DistributedType
-    inject_compat._tpu(accelerate)
-    inject_compat._tpu(accelerate)
+    compat._tpu(accelerate)
+    compat._tpu(accelerate)
     assert DistributedType.TPU is DistributedType.XLA  # type: ignore[attr-defined]
     assert DistributedType.NO != DistributedType.XLA
     utils: Any = types.ModuleType("transformers.utils")
     utils.is_offline_mode = str
-    inject_compat._transformers_utils(utils)
+    compat._transformers_utils(utils)
     utils.send_example_telemetry("run_mlm", {}, framework="pt")
     utils.check_min_version("99.0.0")
     assert utils.is_offline_mode is str
@@ -178,15 +178,15 @@ def raised(code: str) -> BaseException:
     ],
 )
 def test_a_missing_name_suggests_compat(code: str, name: str) -> None:
-    advice = inject_compat.suggestion(raised(code))
+    advice = compat.suggestion(raised(code))
     assert advice is not None
     assert name in advice
     assert "--compat" in advice
 
 
 def test_other_errors_suggest_nothing() -> None:
-    assert inject_compat.suggestion(raised("import nothing_of_that_name")) is None
-    assert inject_compat.suggestion(ValueError("send_example_telemetry")) is None
+    assert compat.suggestion(raised("import nothing_of_that_name")) is None
+    assert compat.suggestion(ValueError("send_example_telemetry")) is None
 
 
 # -- errors ---------------------------------------------------------------------------------------
@@ -197,9 +197,9 @@ def test_a_scripts_traceback_is_its_own() -> None:
     with armed(backend="emulate"):
         with pytest.raises(RuntimeError) as caught:
             model(noise(4, 31))
-        inject_compat._hide_our_frames(caught.value)
+        compat._hide_our_frames(caught.value)
     files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
-    assert not any(Path(file).name == "inject.py" for file in files)
+    assert not any(Path(file).name == "patch.py" for file in files)
     assert any(Path(file).name == "trap_models.py" for file in files)
 
 
@@ -237,14 +237,14 @@ def test_a_script_keeps_its_own_ways(tmp_path: Path) -> None:
     assert ended.status[0]["models"] == ["Sequential"]
     patched = child(script, "raise", tmp_path=tmp_path, backend="emulate")
     assert patched.code == 1
-    assert "fp8patch/inject.py" not in patched.err.replace(os.sep, "/")
+    assert "fp8patch/inject/patch.py" not in patched.err.replace(os.sep, "/")
     assert patched.err.splitlines()[-1].startswith("fp8patch: ") or "RuntimeError" in patched.err
 
 
 def test_importing_it_stays_light() -> None:
     """Every process that imports torch pays for this, data-loader workers too."""
     code = (
-        "import sys, torch; before = set(sys.modules); import fp8patch.inject as i; i.arm()\n"
+        "import sys, torch; before = set(sys.modules); import fp8patch.inject.patch as i; i.arm()\n"
         "new = {m for m in set(sys.modules) - before if m.startswith('fp8patch.')}\n"
         "heavy = {'transformers', 'accelerate', 'wrapt', 'torch._dynamo'} & set(sys.modules)\n"
         "print(len(new), sorted(heavy & (set(sys.modules) - before)))\n"
@@ -255,4 +255,5 @@ def test_importing_it_stays_light() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.split(" ", 1)[1].strip() == "[]", done.stdout
-    assert int(done.stdout.split()[0]) <= 7, done.stdout
+    # Seven files, and the folder of one, which is a docstring.
+    assert int(done.stdout.split()[0]) <= 8, done.stdout

@@ -17,15 +17,15 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import fp8patch
-from fp8patch import inspect_source
-from fp8patch.checkpoint_sidecar import BankMeta, write_sidecar
+from fp8patch.checkpoint.sidecar import BankMeta, write_sidecar
 from fp8patch.cli import inspect_view
 from fp8patch.cli.columns import fitting, left_out
 from fp8patch.cli.inspect_view import sparkline
-from fp8patch.inspect_advice import advise, overrides, recipe_line, recipe_lines
-from fp8patch.inspect_run import slots_of
-from fp8patch.inspect_slots import Layer, SlotPoints, layers_of
-from fp8patch.plan_types import Decision, Plan
+from fp8patch.inspect import source as inspect_source
+from fp8patch.inspect.advice import advise, overrides, recipe_line, recipe_lines
+from fp8patch.inspect.run import slots_of
+from fp8patch.inspect.slots import Layer, SlotPoints, layers_of
+from fp8patch.plan.types import Decision, Plan
 from fp8patch.recipe import Recipe
 from fp8patch.recipe_yaml import read_yaml
 from fp8patch.slots import SlotState

@@ -13,7 +13,8 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "fp8patch"
 
 # A file imports from rows above its own, or from entries to its left in its own row; files of one
-# entry (a folder, a pattern) import each other freely, as long as nothing goes round in a circle.
+# entry (a folder) import each other freely, as long as nothing goes round in a circle. A file that
+# is named itself is not of its folder's entry.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors.py", "messages.py"),
     (
@@ -45,33 +46,33 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "amp.py",
     ),
     ("modules/*",),
-    ("plan_*.py", "plan.py"),
+    ("plan/*", "plan/model.py"),
     # What conversion installs: a converted model's own `save_pretrained` writes the sidecar.
     (
-        "checkpoint_checks.py",
-        "checkpoint_workspace.py",
-        "checkpoint_sidecar.py",
-        "checkpoint_ranks.py",
-        "checkpoint_state.py",
-        "checkpoint_hooks.py",
+        "checkpoint/checks.py",
+        "checkpoint/workspace.py",
+        "checkpoint/sidecar.py",
+        "checkpoint/ranks.py",
+        "checkpoint/state.py",
+        "checkpoint/hooks.py",
         "convert.py",
     ),
     (
-        "checkpoint_*.py",
-        "checkpoint.py",
-        "blocks_*.py",
-        "blocks.py",
-        "export_*.py",
-        "export.py",
-        "inspection.py",
-        "bench_*.py",
-        "inspect_*.py",
+        "checkpoint/*",
+        "checkpoint/save_load.py",
+        "blocks/*",
+        "blocks/compiled.py",
+        "export/*",
+        "export/directory.py",
+        "inspect/metrics.py",
+        "bench/*",
+        "inspect/*",
         "report_*.py",
-        "bench.py",
-        "doctor_*.py",
-        "doctor.py",
-        "inject_*.py",
-        "inject.py",
+        "bench/run.py",
+        "doctor/*",
+        "doctor/examine.py",
+        "inject/*",
+        "inject/patch.py",
         "demo_*.py",
         "demo.py",
     ),
@@ -81,26 +82,26 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 
 # Third-party package -> files that may import it, wherever in the file. Others are free.
 FENCES: dict[str, tuple[str, ...]] = {
-    "accelerate": ("checkpoint*.py", "doctor_peers.py", "inject*.py"),
+    "accelerate": ("checkpoint/*", "doctor/peers.py", "inject/*"),
     "peft": (),
     "rich": ("cli/*",),
-    "safetensors": ("checkpoint*.py", "inspection.py"),
+    "safetensors": ("checkpoint/*",),
     # Importing it patches Inductor.
-    "torchao": ("bench_*.py", "export_torchao.py"),
+    "torchao": ("bench/contenders.py", "export/torchao.py"),
     "transformers": (
         "modules/conv1d.py",
         "convert.py",
-        "checkpoint*.py",
-        "bench_*.py",
-        "doctor_peers.py",
-        "inject*.py",
+        "checkpoint/*",
+        "bench/workloads.py",
+        "doctor/peers.py",
+        "inject/*",
         "demo_*.py",
         "demo.py",
         "cli/*",
     ),
     "triton": ("ops/triton/*",),
     "typer": ("cli/*",),
-    "wrapt": ("checkpoint_hooks.py", "inject*.py"),
+    "wrapt": ("checkpoint/hooks.py", "inject/*"),
     "yaml": ("recipe_yaml.py",),
 }
 
@@ -116,18 +117,18 @@ WITHOUT_TORCH = (
     "recipe_facts.py",
     "train_options.py",
     "bootstrap/sitecustomize.py",
-    "inspect_advice.py",
-    "inspect_run.py",
-    "inspect_slots.py",
-    "inspect_source.py",
+    "inspect/advice.py",
+    "inspect/run.py",
+    "inspect/slots.py",
+    "inspect/source.py",
     "report_data.py",
     "report_page.py",
     "launch_signals.py",
     "launch.py",
-    "doctor_environment.py",
-    "doctor_machine.py",
-    "doctor_peers.py",
-    "doctor.py",
+    "doctor/environment.py",
+    "doctor/machine.py",
+    "doctor/peers.py",
+    "doctor/examine.py",
     "cli/__init__.py",
     "cli/doctor.py",
     "cli/recipes.py",
@@ -184,11 +185,13 @@ def dotted(file: str) -> str:
 
 def place(file: str) -> tuple[int, int] | None:
     """(row, column) of a file in LAYERS."""
-    for row, entries in enumerate(LAYERS):
-        for column, entry in enumerate(entries):
-            if fnmatch(file, entry):
-                return row, column
-    return None
+    matching = [
+        (entry != file, row, column)  # its own entry comes before a pattern
+        for row, entries in enumerate(LAYERS)
+        for column, entry in enumerate(entries)
+        if fnmatch(file, entry)
+    ]
+    return min(matching)[1:] if matching else None
 
 
 def violations(sources: dict[str, str]) -> list[str]:
@@ -204,7 +207,11 @@ def violations(sources: dict[str, str]) -> list[str]:
         if here is None:
             problems.append(f"{file}: in no layer; add it to LAYERS")
             continue
-        for item in imports_of(source, known):
+        items = imports_of(source, known)
+        # Each file of a folder pays for it. The command line's is the program itself.
+        if file.endswith("/__init__.py") and file != "cli/__init__.py" and items:
+            problems.append(f"{file}: holds imports; a folder's own file is its docstring")
+        for item in items:
             where = f"{file}:{item.line}: "
             top = item.module.split(".")[0]
             if item.module.startswith("."):
@@ -286,28 +293,43 @@ def test_importing_it_loads_no_torch(file: str) -> None:
 
 
 PLANTED = {
-    "upward": ({"recipe.py": "from fp8patch.plan import x", "plan.py": ""}, "above it"),
+    "upward": ({"recipe.py": "from fp8patch.plan.walk import x", "plan/walk.py": ""}, "above it"),
     "upward, lazily": (
-        {"recipe.py": "def f():\n    from fp8patch import plan", "plan.py": ""},
+        {"recipe.py": "def f():\n    from fp8patch.plan import walk", "plan/walk.py": ""},
         "above it",
     ),
     "upward, for types": (
         {
-            "recipe.py": "if TYPE_CHECKING:\n    from fp8patch.plan import x",
-            "plan.py": "",
+            "recipe.py": "if TYPE_CHECKING:\n    from fp8patch.plan.walk import x",
+            "plan/walk.py": "",
         },
         "above it",
     ),
     "rightward": ({"recipe.py": "import fp8patch.numerics", "numerics.py": ""}, "above it"),
-    "public name": ({"plan.py": "from fp8patch import convert_model", "__init__.py": ""}, "above"),
+    "rightward, in a folder": (
+        {"plan/walk.py": "import fp8patch.plan.model", "plan/model.py": ""},
+        "above it",
+    ),
+    "downward, in a folder of two rows": (
+        {"checkpoint/state.py": "import fp8patch.checkpoint.files", "checkpoint/files.py": ""},
+        "above it",
+    ),
+    "a folder that imports": (
+        {"plan/__init__.py": "import fp8patch.plan.walk", "plan/walk.py": ""},
+        "holds imports",
+    ),
+    "public name": (
+        {"plan/walk.py": "from fp8patch import convert_model", "__init__.py": ""},
+        "above",
+    ),
     "cycle": (
         {"ops/a.py": "import fp8patch.ops.b", "ops/b.py": "def f():\n    import fp8patch.ops.a"},
         "cycle",
     ),
     "unknown file": ({"helpers.py": ""}, "in no layer"),
-    "relative": ({"plan.py": "from . import convert"}, "relative"),
-    "missing": ({"plan.py": "import fp8patch.nowhere"}, "does not exist"),
-    "fence": ({"plan.py": "def f():\n    import typer"}, "typer may be imported"),
+    "relative": ({"plan/walk.py": "from . import convert"}, "relative"),
+    "missing": ({"plan/walk.py": "import fp8patch.nowhere"}, "does not exist"),
+    "fence": ({"plan/walk.py": "def f():\n    import typer"}, "typer may be imported"),
     "no torch": ({"recipe.py": "import torch.nn"}, "loads torch"),
     "no torch, in a class body": ({"recipe.py": "class A:\n    import torch"}, "loads torch"),
     "no torch, in a try": (
@@ -315,8 +337,8 @@ PLANTED = {
         "loads torch",
     ),
     "no torch, through another": (
-        {"launch.py": "import fp8patch.plan", "plan.py": "import torch"},
-        "through plan.py",
+        {"launch.py": "import fp8patch.plan.walk", "plan/walk.py": "import torch"},
+        "through plan/walk.py",
     ),
 }
 
@@ -333,7 +355,8 @@ def test_what_is_allowed_passes() -> None:
         "errors.py": "",
         "hardware.py": "from fp8patch import errors\ndef f():\n    import torch",
         "recipe.py": "if TYPE_CHECKING:\n    import torch\nimport fp8patch.hardware",
-        "ops/__init__.py": "from fp8patch.ops import a",
+        "ops/__init__.py": "'Words.'",
+        "ops/b.py": "from fp8patch.ops import a",
         "ops/a.py": "import fp8patch.recipe\nfrom fp8patch import __version__",
         "__init__.py": "if TYPE_CHECKING:\n    from fp8patch.anything import x",
     }

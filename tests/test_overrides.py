@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fp8patch
 from fp8patch import regions
 from fp8patch.errors import PlanError, RecipeError
-from fp8patch.plan import Plan, plan_model
+from fp8patch.plan.model import Plan, plan_model
 from fp8patch.recipe import Recipe
 from fp8patch.slots import INPUT, ROLES, WEIGHT
 

@@ -25,8 +25,8 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
 from fp8patch.convert import convert_model
-from fp8patch.plan import CODES, plan_model
-from fp8patch.plan_walk import stock_class
+from fp8patch.plan.model import CODES, plan_model
+from fp8patch.plan.walk import stock_class
 from fp8patch.recipe import Recipe
 
 

@@ -7,8 +7,8 @@ import zoo
 from torch import nn
 
 from fp8patch.errors import PlanError
-from fp8patch.plan import plan_model
-from fp8patch.plan_patterns import logical_path, matches
+from fp8patch.plan.model import plan_model
+from fp8patch.plan.patterns import logical_path, matches
 from fp8patch.recipe import Recipe
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import fp8patch
 from fp8patch.errors import PlanError
-from fp8patch.plan import plan_model
+from fp8patch.plan.model import plan_model
 from fp8patch.recipe import Recipe
 
 

@@ -13,8 +13,8 @@ from plan_cases import holder
 from torch import nn
 
 from fp8patch.errors import PlanError, RecipeError
-from fp8patch.plan import CODES, Plan, plan_model
-from fp8patch.plan_walk import walk
+from fp8patch.plan.model import CODES, Plan, plan_model
+from fp8patch.plan.walk import walk
 from fp8patch.recipe import Recipe
 
 # -- experts and shares ---------------------------------------------------------------------------

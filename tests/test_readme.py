@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import fp8patch
 from fp8patch import cli, recipe
-from fp8patch.plan_types import CODES
+from fp8patch.plan.types import CODES
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

@@ -16,7 +16,7 @@ import pytest
 from directories import run
 from test_inspect import POINTS, at, large_report, report, slot, written
 
-from fp8patch.inspect_source import read_source
+from fp8patch.inspect.source import read_source
 from fp8patch.report_data import drawing
 
 LAYERS = [f"blocks.{i}.{name}" for i in range(3) for name in ("up", "down")]

@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import fp8patch
-from fp8patch import checkpoint_hooks, checkpoint_ranks, checkpoint_state
-from fp8patch.checkpoint import SIDECAR, STATE
+from fp8patch.checkpoint import hooks, ranks
+from fp8patch.checkpoint import state as checkpoint_state
+from fp8patch.checkpoint.save_load import SIDECAR, STATE
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +145,7 @@ def test_trainer_resumes_from_its_checkpoint(kind: str, tmp_path: Path) -> None:
 def test_ranks_that_do_not_save_the_model_write_what_they_have_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (checkpoint_hooks, checkpoint_ranks, checkpoint_state):
+    for module in (hooks, ranks, checkpoint_state):
         monkeypatch.setattr(module, "place", lambda: (1, 2))
     monkeypatch.setattr(transformers.TrainingArguments, "should_save", property(lambda _: False))
     model = fp8patch.convert_model(cases.build("llama"))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from directories import digests, left_behind, run, write
 
-from fp8patch.checkpoint_sidecar import SIDECAR, STATE
+from fp8patch.checkpoint.sidecar import SIDECAR, STATE
 
 
 @pytest.mark.parametrize("layout", ["one file", "sharded"])

@@ -11,10 +11,10 @@ import torch
 from saved_cases import trained
 
 import fp8patch
-from fp8patch import checkpoint_sidecar
-from fp8patch.checkpoint import SIDECAR, STATE
+from fp8patch.checkpoint import sidecar
+from fp8patch.checkpoint.save_load import SIDECAR, STATE
 from fp8patch.errors import CheckpointError
-from fp8patch.plan import Plan
+from fp8patch.plan.model import Plan
 
 UP = "model.layers.0.mlp.up_proj"
 NORM = "model.layers.0.input_layernorm"
@@ -191,7 +191,7 @@ def edit_state(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]
     change(tensors)
     data = safetensors.torch.save(tensors)
     (directory / STATE).write_bytes(data)
-    edit(directory, lambda values: values["state"].update(digest=checkpoint_sidecar._digest(data)))
+    edit(directory, lambda values: values["state"].update(digest=sidecar._digest(data)))
 
 
 STATES: dict[str, tuple[str, Any, str]] = {

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import fp8patch
-from fp8patch.checkpoint import STATE
+from fp8patch.checkpoint.save_load import STATE
 
 STAGES = ("identity", "off", "training", "second_step", "report", "plain_load", "reload")
 

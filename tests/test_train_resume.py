@@ -16,8 +16,9 @@ from injected import BOOTSTRAP, SCRIPTS, python, train
 from safetensors.torch import load_file
 
 import fp8patch
-from fp8patch import CheckpointError, checkpoint_ranks
-from fp8patch.checkpoint_sidecar import read_sidecar
+from fp8patch import CheckpointError
+from fp8patch.checkpoint import ranks
+from fp8patch.checkpoint.sidecar import read_sidecar
 from fp8patch.slots import ROLES
 
 # A user's own sitecustomize, which ours loads in turn: SIGKILL at the first (second, …) time that
@@ -304,8 +305,8 @@ def test_what_a_rank_goes_on_from(
     if stale:
         name = "fp8patch_state.rank1.safetensors"
         shutil.copy(two_ranks / "step_4" / name, tmp_path / "now" / name)
-    monkeypatch.setattr(checkpoint_ranks, "place", lambda: (rank, size))
-    state = checkpoint_ranks.for_this_rank(read_sidecar(tmp_path / "now")).state
+    monkeypatch.setattr(ranks, "place", lambda: (rank, size))
+    state = ranks.for_this_rank(read_sidecar(tmp_path / "now")).state
     own = {True: one, False: other if rank == 1 else one}[stale]
     for (path, role), slot in state.items():
         name = f"{path}.{ROLES[role]}"
@@ -326,7 +327,7 @@ def test_a_damaged_file_of_a_rank(two_ranks: Path, tmp_path: Path) -> None:
     file = tmp_path / "now" / "fp8patch_state.rank1.safetensors"
     file.write_bytes(file.read_bytes()[:500])
     with pytest.raises(CheckpointError, match=r"rank1\.safetensors: corrupt: .* delete it"):
-        checkpoint_ranks.for_this_rank(read_sidecar(tmp_path / "now"))
+        ranks.for_this_rank(read_sidecar(tmp_path / "now"))
 
 
 @pytest.mark.slow

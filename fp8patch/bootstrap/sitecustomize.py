@@ -66,7 +66,7 @@ def _arm() -> None:
 
         if "fp8patch" not in sys.modules:
             _load_package()
-        inject = importlib.import_module("fp8patch.inject")
+        inject = importlib.import_module("fp8patch.inject.patch")
     except Exception as error:
         # The script goes on as it would without us; the parent misses this process's report.
         sys.stderr.write(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from fp8patch.bench_workloads import Workload
+    from fp8patch.bench.workloads import Workload
 
 __all__ = ["bench"]
 
@@ -54,11 +54,11 @@ def bench(
     A model is built from its config, with random weights. Named workloads: bert-large,
     llama-8b-4l, gpt-4096, bert-4096-4l, vit-huge, bert-base.
     """
-    from fp8patch.bench_report import check_targets
+    from fp8patch.bench.report import check_targets
 
     check_targets(json_file, plot_file)
     if from_json is not None:
-        from fp8patch.bench_report import read_rows
+        from fp8patch.bench.report import read_rows
 
         _show(read_rows(from_json), plot_file, profile)
         return
@@ -68,10 +68,10 @@ def bench(
     if model is None:
         raise typer.BadParameter("what to train: a model, or a named workload.", param_hint="MODEL")
     device, capacity = _device(emulate)
-    from fp8patch.bench import Settings, run
-    from fp8patch.bench_contenders import DEFAULT, expand
-    from fp8patch.bench_report import write_rows
-    from fp8patch.bench_workloads import resolve
+    from fp8patch.bench.contenders import DEFAULT, expand
+    from fp8patch.bench.report import write_rows
+    from fp8patch.bench.run import Settings, run
+    from fp8patch.bench.workloads import resolve
     from fp8patch.errors import Fp8PatchError
 
     workload = resolve(model, batch=batch, seq=seq)
@@ -108,8 +108,8 @@ def bench(
 
 def _gemm(json_file: Path | None) -> None:
     _device(emulate=False)
-    from fp8patch.bench_gemm import measure, text
-    from fp8patch.bench_report import write_json
+    from fp8patch.bench.gemm import measure, text
+    from fp8patch.bench.report import write_json
 
     found = measure(say=_say)
     if json_file is not None:
@@ -152,7 +152,7 @@ def _say(text: str) -> None:
 
 
 def _show(rows: list[dict[str, Any]], plot_file: Path | None, profile: bool) -> None:
-    from fp8patch.bench_report import kernels_text, plot, table
+    from fp8patch.bench.report import kernels_text, plot, table
 
     typer.echo(table(rows))
     if profile and (kernels := kernels_text(rows)):

@@ -12,8 +12,8 @@ from fp8patch.cli.options import GpuName, Include, Only, RecipeName, Skip, Token
 from fp8patch.errors import HardwareError
 
 if TYPE_CHECKING:
-    from fp8patch.checkpoint_files import Progress
-    from fp8patch.checkpoint_stream import ConvertedDirectory
+    from fp8patch.checkpoint.files import Progress
+    from fp8patch.checkpoint.stream import ConvertedDirectory
     from fp8patch.hardware import Backend
     from fp8patch.recipe import Recipe
 
@@ -81,7 +81,7 @@ def convert(
 
     from transformers.utils import logging
 
-    from fp8patch.checkpoint_stream import convert_directory
+    from fp8patch.checkpoint.stream import convert_directory
     from fp8patch.cli.progress import progress_bar
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -144,9 +144,9 @@ def _calibration(
 ) -> Callable[[Path], None]:
     """What `convert_directory` is to call; what that needs is checked here, before any copying."""
     from fp8patch import messages
-    from fp8patch.checkpoint import load
-    from fp8patch.checkpoint_calibrate import calibrate, load_tokenizer, read_texts
-    from fp8patch.checkpoint_state import save_beside
+    from fp8patch.checkpoint.calibrate import calibrate, load_tokenizer, read_texts
+    from fp8patch.checkpoint.save_load import load
+    from fp8patch.checkpoint.state import save_beside
 
     texts = read_texts(file.expanduser())
     where, execution, reason = _where(device, recipe, backend)

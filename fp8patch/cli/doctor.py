@@ -12,9 +12,9 @@ from fp8patch.cli.options import RecipeName
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fp8patch.doctor import Examination
-    from fp8patch.doctor_types import GemmTest, Outcome
-    from fp8patch.plan_types import Plan
+    from fp8patch.doctor.examine import Examination
+    from fp8patch.doctor.types import GemmTest, Outcome
+    from fp8patch.plan.types import Plan
 
 __all__ = ["doctor", "show"]
 
@@ -41,7 +41,7 @@ def doctor(
     plan = None if model is None else _plan(model, loaded)
 
     from fp8patch.cli import output
-    from fp8patch.doctor import examine
+    from fp8patch.doctor.examine import examine
 
     with _status() as stage:
         found = examine(loaded, stage=stage)

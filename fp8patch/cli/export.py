@@ -10,7 +10,7 @@ import typer
 from fp8patch.cli.options import Only, Skip
 
 if TYPE_CHECKING:
-    from fp8patch.export import ExportedDirectory
+    from fp8patch.export.directory import ExportedDirectory
 
 __all__ = ["export"]
 
@@ -40,7 +40,7 @@ def export(
 
     from fp8patch.cli.convert import killed_cleanly
     from fp8patch.cli.progress import progress_bar
-    from fp8patch.export import export_directory
+    from fp8patch.export.directory import export_directory
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]

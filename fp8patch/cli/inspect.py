@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from fp8patch.inspect_slots import Layer, SlotPoints
-    from fp8patch.inspect_source import Source
+    from fp8patch.inspect.slots import Layer, SlotPoints
+    from fp8patch.inspect.source import Source
 
 __all__ = ["inspect"]
 
@@ -38,8 +38,8 @@ def inspect(
     if len(sources) > 2:
         raise typer.BadParameter(f"{len(sources)} sources: give one, or two to compare.")
 
-    from fp8patch.inspect_slots import layers_of
-    from fp8patch.inspect_source import read_source
+    from fp8patch.inspect.slots import layers_of
+    from fp8patch.inspect.source import read_source
 
     read = [read_source(path, sqnr=sqnr) for path in sources]
     found = [_chosen(layers_of(source.slots), layer or []) for source in read]
@@ -59,7 +59,7 @@ def inspect(
 def _chosen(layers: "list[Layer]", patterns: list[str]) -> "list[Layer]":
     """Those that a pattern matches, as in `plan`: "model.layers.0" is all of block 0."""
     from fp8patch.errors import PlanError
-    from fp8patch.plan_patterns import matches
+    from fp8patch.plan.patterns import matches
 
     for pattern in patterns:
         if not any(matches(pattern, [layer.path]) for layer in layers):
@@ -73,7 +73,7 @@ def _chosen(layers: "list[Layer]", patterns: list[str]) -> "list[Layer]":
 
 
 def _json(sources: "list[Source]", layers: "list[list[Layer]]") -> dict[str, Any]:
-    from fp8patch.inspect_advice import advise, overrides
+    from fp8patch.inspect.advice import advise, overrides
 
     entries = []
     for source, found in zip(sources, layers, strict=True):

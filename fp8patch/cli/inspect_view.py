@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from fp8patch.cli.columns import fitting, left_out
-from fp8patch.inspect_advice import advise, overrides, percent, recipe_lines
-from fp8patch.inspect_run import last_loss
-from fp8patch.inspect_slots import Layer, SlotPoints
+from fp8patch.inspect.advice import advise, overrides, percent, recipe_lines
+from fp8patch.inspect.run import last_loss
+from fp8patch.inspect.slots import Layer, SlotPoints
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fp8patch.inspect_source import Source
+    from fp8patch.inspect.source import Source
 
 __all__ = ["show", "show_both", "show_slots"]
 

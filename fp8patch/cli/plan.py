@@ -10,7 +10,7 @@ from fp8patch.cli.options import GpuName, Include, Only, RecipeName, Skip, Token
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fp8patch.plan_types import Decision, Group, Plan
+    from fp8patch.plan.types import Decision, Group, Plan
     from fp8patch.recipe import Recipe
 
 __all__ = ["foot", "make_plan", "plan", "show"]
@@ -86,9 +86,9 @@ def make_plan(
     """
     from transformers.utils import logging
 
-    from fp8patch.checkpoint_skeleton import model_from_config
+    from fp8patch.checkpoint.skeleton import model_from_config
     from fp8patch.errors import PlanError
-    from fp8patch.plan import plan_model
+    from fp8patch.plan.model import plan_model
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     if min_gain is None:
@@ -136,7 +136,7 @@ def _overrides(plan: "Plan") -> list[str]:
 
 
 def _rows(plan: "Plan", every: bool) -> list["Group"]:
-    from fp8patch.plan_types import Group
+    from fp8patch.plan.types import Group
 
     if not every:
         return plan.groups()
@@ -208,7 +208,7 @@ def _split(path: str, room: int) -> tuple[str, str]:
 
 
 def _shape(decision: "Decision") -> str:
-    from fp8patch.plan_types import NORM_KINDS
+    from fp8patch.plan.types import NORM_KINDS
 
     if decision.kind in NORM_KINDS:
         return str(decision.out_features)
@@ -218,7 +218,7 @@ def _shape(decision: "Decision") -> str:
 def _decision(decision: "Decision") -> str:
     if decision.action == "skip":
         return f"[yellow]{decision.code}[/]"
-    from fp8patch.plan_types import NORM_KINDS
+    from fp8patch.plan.types import NORM_KINDS
 
     # A norm keeps its arithmetic; it is converted for the output that it makes.
     what = "norm" if decision.kind in NORM_KINDS else "FP8"
@@ -237,7 +237,7 @@ def _reasons(plan: "Plan") -> list[tuple[str, str, int]]:
 
 
 def _below(decision: "Decision", plan: "Plan") -> str:
-    from fp8patch.plan_types import CODES
+    from fp8patch.plan.types import CODES
 
     if decision.code == "slower":
         return f"predicted below --min-gain {plan.min_gain:g}; --min-gain 0 converts them"

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fp8patch.checkpoint_files import Progress as Callback
+from fp8patch.checkpoint.files import Progress as Callback
 from fp8patch.cli.output import progress_console
 
 __all__ = ["progress_bar"]

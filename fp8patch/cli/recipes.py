@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from fp8patch.plan_types import Plan
+    from fp8patch.plan.types import Plan
     from fp8patch.recipe import Recipe
     from fp8patch.recipe_facts import Facts
     from fp8patch.roofline import Gpu

@@ -31,7 +31,7 @@ def report(
 
     The page is a single file that loads nothing from anywhere.
     """
-    from fp8patch.inspect_source import read_source
+    from fp8patch.inspect.source import read_source
     from fp8patch.report_data import check_runs
     from fp8patch.report_page import page
 

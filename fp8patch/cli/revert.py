@@ -17,7 +17,7 @@ def revert(
     as_json: Annotated[bool, typer.Option("--json", help="The summary as JSON.")] = False,
 ) -> None:
     """Write the plain checkpoint again: every file but the two that fp8patch added, unchanged."""
-    from fp8patch.checkpoint_stream import revert_directory
+    from fp8patch.checkpoint.stream import revert_directory
     from fp8patch.cli import output
     from fp8patch.cli.convert import killed_cleanly
     from fp8patch.cli.progress import progress_bar

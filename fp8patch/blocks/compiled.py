@@ -1,0 +1,158 @@
+"""`compile_blocks`: compile the repeated blocks of a model, each on its own, for training.
+
+Blocks and not the model: one graph serves all of one structure, so that it compiles in seconds, and
+what is between the blocks (an embedding, a loss, a script's own Python) may do as it likes.
+"""
+
+import importlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from fp8patch import messages
+from fp8patch.blocks.calls import Caller, takes_cache, unwatch, watch
+from fp8patch.blocks.find import Block, find_blocks, structure, variants
+from fp8patch.blocks.graphs import Graphs
+from fp8patch.blocks.run import BlockCall, Structure
+from fp8patch.errors import Fp8PatchError
+
+__all__ = ["CompiledBlocks", "compile_blocks"]
+
+_compiled: "weakref.WeakKeyDictionary[nn.Module, CompiledBlocks]" = weakref.WeakKeyDictionary()
+
+
+def compile_blocks(
+    model: nn.Module, *, cuda_graphs: bool = False, backend: str | Callable[..., Any] = "inductor"
+) -> "CompiledBlocks":
+    """Compile the repeated blocks of `model` for training, in place.
+
+    Nothing is compiled here: that happens in the second training step (the first one is watched),
+    and once more when a batch has other shapes. Forwards without gradients (evaluation, `generate`)
+    run eagerly as before. Training forwards of Hugging Face models run with `use_cache=False`
+    unless they are given the argument. A block that can't be compiled is left eager, and named.
+
+    Call it when the model is loaded and converted; wrap it (DDP) before or after. Not needed for
+    FP8: without converted modules it compiles the blocks that hold Linears.
+
+    Args:
+        cuda_graphs: Replay each block as a CUDA graph, where the model is on a GPU.
+        backend: What `torch.compile` calls a backend.
+
+    Returns:
+        What was found; its `undo()` gives the model back as it was.
+
+    Raises:
+        Fp8PatchError: `model` is no `nn.Module`.
+    """
+    if not isinstance(model, nn.Module):
+        raise Fp8PatchError(
+            f"compile_blocks takes a torch.nn.Module, not {type(model).__name__} ({model!r:.60})."
+        )
+    # A converted root prepares for compiled blocks where the compiler is loaded.
+    importlib.import_module("torch._dynamo")
+
+    known = _compiled.get(model)
+    if known is not None:
+        known.undo()
+    found = CompiledBlocks(model, find_blocks(model), cuda_graphs, backend)
+    if not found.names:
+        messages.note(
+            f"{type(model).__name__}: nothing to compile, it has no list of two or more blocks "
+            "with the same class."
+        )
+    _compiled[model] = found
+    return found
+
+
+class CompiledBlocks:
+    """The blocks of one model.
+
+    Attributes:
+        names: Paths of the blocks.
+        structures: {name of a structure: how many blocks it has}; each is compiled by itself.
+        cuda_graphs: CUDA graphs were asked for.
+        without_cache: Training forwards run with `use_cache=False`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: list[Block],
+        cuda_graphs: bool,
+        backend: str | Callable[..., Any],
+    ) -> None:
+        self.cuda_graphs = cuda_graphs
+        self._calls: list[tuple[weakref.ref[nn.Module], BlockCall]] = []
+        self._taken: dict[str, str] = {}
+        self._parts: list[weakref.ref[nn.Module]] = []
+        graphs = Graphs(model) if cuda_graphs else None
+        caller = Caller(graphs)
+        wrote = None if graphs is None else graphs.wrote
+        groups: dict[Any, list[Block]] = {}
+        for block in blocks:
+            if block.module._compiled_call_impl is not None:
+                self._taken[block.path] = "compiled already, by somebody else"
+            else:
+                groups.setdefault(structure(block.module), []).append(block)
+        for group in groups.values():
+            kinds = variants([block.module for block in group])
+            shared = Structure(_name(group), backend, kinds)
+            if graphs is not None:
+                graphs.structures.append(shared)
+            for block in group:
+                call = BlockCall(block.path, block.module, shared, caller.mode, wrote)
+                block.module.__dict__["_compiled_call_impl"] = call
+                self._calls.append((weakref.ref(block.module), call))
+        self.names = tuple(call.path for _, call in self._calls)
+        self.structures = {_name(group): len(group) for group in groups.values()}
+        parts = _around(model, [block.module for group in groups.values() for block in group])
+        self.without_cache = any(map(takes_cache, parts))
+        for part in parts:
+            watch(part, caller)
+            self._parts.append(weakref.ref(part))
+
+    @property
+    def left(self) -> dict[str, str]:
+        """{path of a block, or name of a structure: why it is left eager}, by now."""
+        found = dict(self._taken)
+        for _, call in self._calls:
+            if call.left is not None:
+                found[call.path] = call.left
+            for why in call.structure.failed.values():
+                found[call.structure.name] = why
+        return found
+
+    def undo(self) -> None:
+        """Give the blocks back as they were."""
+        for reference, call in self._calls:
+            block = reference()
+            if block is not None and block.__dict__.get("_compiled_call_impl") is call:
+                block.__dict__["_compiled_call_impl"] = None
+        for part in self._parts:
+            module = part()
+            if module is not None:
+                unwatch(module)
+        self._calls, self._parts = [], []
+
+
+def _name(group: list[Block]) -> str:
+    first, last = group[0], group[-1]
+    where = first.path if first is last else f"{first.path} to {last.path}"
+    return f"{where} ({type(first.module).__name__})"
+
+
+def _around(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """The modules that hold blocks, and that can be called."""
+    wanted = {id(block) for block in blocks}
+    found: list[nn.Module] = []
+
+    def holds(module: nn.Module) -> bool:
+        below = [id(child) in wanted or holds(child) for child in module.children()]
+        if any(below) and type(module) is not nn.ModuleList:
+            found.append(module)
+        return any(below)
+
+    holds(model)
+    return found

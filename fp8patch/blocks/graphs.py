@@ -1,0 +1,269 @@
+"""CUDA graphs: when the memory of the last step may be used again.
+
+A graph writes the same memory at every replay: what a block returned, what it saved for backward,
+and the gradients, which autograd takes as they are for a parameter that has none. PyTorch's graph
+trees know what of it is still alive while they *record*, but at a *replay* of a new step
+(`cudagraph_mark_step_begin`) they overwrite whatever it is, and the second micro-batch would add
+its gradients to themselves (pytorch#96693, #169545). So a step begins here only when nothing is
+alive any more:
+
+- gradients that are still somebody's `.grad` (accumulation) are copied out, once a step;
+- what the model returns is copied out where a graph wrote it (returned hidden states);
+- while a forward waits for its backward (a GAN's, two views of one batch), and while the script
+  keeps gradients or what a hook was given, other forwards run compiled but without graphs.
+"""
+
+import functools
+import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8patch import messages, regions
+from fp8patch.backward import differentiable
+from fp8patch.blocks.run import COMPILED, EAGER, GRAPHS, Mode, Structure
+from fp8patch.modules.base import Float8Module
+from fp8patch.modules.gemms import Quantized
+from fp8patch.ops.quantize import is_cold, preserved_version
+from fp8patch.structures import map_tensors, tensors_in
+
+__all__ = ["Graphs"]
+
+# All models share the memory.
+_all: "weakref.WeakSet[Graphs]" = weakref.WeakSet()
+
+
+class _Forward:
+    """One that ran as graphs; dies with what autograd keeps of it."""
+
+    backward_begun = False
+
+
+@dataclass(slots=True)
+class _Step:
+    """What has run since the memory was last given free.
+
+    Attributes:
+        nodes: What autograd knows the graphs' forwards by; they hold what is saved for backward.
+        forwards: Those of whole models.
+    """
+
+    nodes: list[weakref.ref[Any]] = field(default_factory=list)
+    forwards: list[weakref.ref[_Forward]] = field(default_factory=list)
+
+    def waits(self) -> bool:
+        """Is there a backward to come?"""
+        forwards = (reference() for reference in self.forwards)
+        if any(forward is not None and not forward.backward_begun for forward in forwards):
+            return True
+        return any(not _is_freed(reference()) for reference in self.nodes)
+
+
+_step = _Step()
+
+
+class Graphs:
+    """The CUDA graphs of one model's blocks; `structures` are what they are recorded of."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.structures: list[Structure] = []
+        self._model = weakref.ref(model)
+        self._modules: list[weakref.ref[Any]] = []
+        self._weights: weakref.WeakKeyDictionary[Any, Quantized] = weakref.WeakKeyDictionary()
+        self._written: set[int] = set()
+        self._cold: set[int] | None = None
+        _all.add(self)
+
+    def begin(self) -> Mode:
+        """An outermost training forward begins: how may it run?"""
+        self._written.clear()
+        model = self._model()
+        if model is None or not _on_gpu(model):
+            messages.once("no GPU for graphs", "the model is on no GPU: compiled, no CUDA graphs.")
+            return COMPILED
+        modules = self._converted(model)
+        if not self._scales_stand(modules):
+            return EAGER
+        self._keep_addresses(modules)
+        global _step
+        if _step.waits() or _alive():
+            _drop_history()
+        if _step.waits() or ((alive := _alive()) and not _rescue_gradients(alive)):
+            messages.once(
+                "graphs are in use",
+                "a training forward began while another one waited for its backward, or while its "
+                "gradients were kept: such forwards run compiled, but without CUDA graphs.",
+            )
+            return COMPILED
+        _step = _Step()
+        torch.compiler.cudagraph_mark_step_begin()
+        return GRAPHS
+
+    def _converted(self, model: nn.Module) -> list[Any]:
+        if regions.state.region is None:
+            return []  # no FP8
+        if not self._modules:  # found once: walking a model takes its time
+            found = (m for m in model.modules() if isinstance(m, Float8Module))
+            self._modules = [weakref.ref(module) for module in found]
+        modules = (reference() for reference in self._modules)
+        return [m for m in modules if m is not None and vars(m).get("_fp8_weight_q") is not None]
+
+    def _scales_stand(self, modules: list[Any]) -> bool:
+        """Are the slots as they were when the graphs were recorded: set, or never used?
+
+        One that was forgotten (other weights were loaded) has to be seen eagerly first. One that
+        was used, and has been set since, was recorded with its first use's look at the tensor.
+        """
+        cold = {
+            slot.scale.data_ptr()
+            for module in modules
+            for slot in (module._fp8_input_slot, module._fp8_grad_slot)
+            if is_cold(slot.scale)
+        }
+        before = cold if self._cold is None else self._cold
+        if cold - before:
+            return False
+        if before - cold:
+            for structure in self.structures:
+                structure.renew()
+        self._cold = cold
+        return True
+
+    def _keep_addresses(self, modules: list[Any]) -> None:
+        """A graph reads a quantised weight where it lay when it was recorded.
+
+        A weight that nobody announces changes of (a frozen one, that an adapter may be merged into)
+        is quantised into new memory for every forward.
+        """
+        for module in modules:
+            new: Quantized = module._fp8_weight_q
+            kept = self._weights.get(module)
+            if kept is new:
+                continue
+            if kept is None or [(t.shape, t.device) for t in kept] != [
+                (t.shape, t.device) for t in new
+            ]:
+                self._weights[module] = new
+                continue
+            # A backward that is to come has saved these; what it finds is what it saved, unless
+            # the weight has changed in between.
+            with torch.no_grad(), preserved_version(*kept):
+                for target, source in zip(kept, new, strict=True):
+                    target.copy_(source)
+            module._fp8_weight_q = kept
+
+    def wrote(self, output: Any) -> None:
+        """A block that ran as a graph has returned `output`."""
+        for tensor in tensors_in(output):
+            self._written.add(tensor.untyped_storage().data_ptr())
+            node = _compiled_node(tensor.grad_fn)
+            if node is not None:
+                _step.nodes.append(weakref.ref(node))
+
+    def finish(self, output: Any) -> Any:
+        """What the model returns, without memory of the graphs."""
+        written, forward = self._written, _Forward()
+        begun = functools.partial(_backward_begins, forward)
+        for tensor in differentiable(output):
+            tensor.register_hook(begun)
+        _step.forwards.append(weakref.ref(forward))
+
+        def copied(tensor: Tensor) -> Tensor:
+            strided = type(tensor) is Tensor and tensor.layout is torch.strided
+            inside = strided and tensor.untyped_storage().data_ptr() in written
+            return tensor.clone() if inside else tensor
+
+        return map_tensors(output, copied) if written else output
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        model = self._model()
+        if model is not None:
+            yield from model.parameters()
+
+
+def _on_gpu(model: nn.Module) -> bool:
+    parameter = next(model.parameters(), None)
+    return parameter is not None and parameter.is_cuda
+
+
+def _backward_begins(forward: _Forward, gradient: Tensor) -> None:
+    forward.backward_begun = True
+
+
+def _compiled_node(node: Any) -> Any:
+    """The backward node of a compiled function, below the views that its outputs may be."""
+    for _ in range(4):
+        if node is None or type(node).__name__ == "CompiledFunctionBackward":
+            return node
+        node = node.next_functions[0][0] if node.next_functions else None
+    return None
+
+
+def _is_freed(node: Any) -> bool:
+    """Did backward run through it, and give free what was saved?"""
+    if node is None:
+        return True
+    try:
+        return node.saved_tensors is None
+    except RuntimeError as error:
+        return "second time" in str(error)
+
+
+def _last_nodes() -> list[Any]:
+    """The graphs that ran last, one for each GPU, as PyTorch's graph trees know them."""
+    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None:
+        return []
+    containers = trees.get_obj(trees.local, "tree_manager_containers")
+    managers = [container.tree_manager for container in containers.values()]
+    return [m.current_node for m in managers if m is not None and m.current_node is not None]
+
+
+def _alive() -> set[int]:
+    """Addresses of what the graphs of the last step have written, and somebody still holds."""
+    return {ref.data_ptr() for node in _last_nodes() for ref in node.path_live_weakrefs()}
+
+
+def _drop_history() -> None:
+    """Let go of what only a forward without a backward, long gone, holds.
+
+    A graph returns the same tensor objects at each replay, and keeps them in between: on them hangs
+    autograd's history of the last forward, with everything that it saved.
+    """
+    for last in _last_nodes():
+        # The later ones first: what they have saved is what the earlier ones returned.
+        for node in reversed(list(last._path_from_root)):
+            kept = getattr(node, "cached_tensor_outputs", None) or ()
+            for at, reference in enumerate(node.outputs_weakrefs[: len(kept)]):
+                # By position: it counts who holds the tensor, and a name of ours would be one.
+                if kept[at] is None or kept[at].grad_fn is None or kept[at]._is_view():
+                    continue
+                if reference is not None and reference.expired():
+                    kept[at].detach_()
+
+
+def _rescue_gradients(alive: set[int]) -> bool:
+    """Copy gradients out of the graphs' memory; returns whether nothing else is alive there."""
+    _copy_out([p for graphs in list(_all) for p in graphs.parameters() if _is_inside(p, alive)])
+    return not _alive()
+
+
+def _is_inside(parameter: Tensor, alive: set[int]) -> bool:
+    gradient = parameter.grad
+    if gradient is None or type(gradient) is not Tensor:
+        return False
+    return gradient.layout is torch.strided and gradient.untyped_storage().data_ptr() in alive
+
+
+def _copy_out(parameters: list[nn.Parameter]) -> None:
+    if not parameters:
+        return
+    gradients: Any = [parameter.grad for parameter in parameters]
+    copies = [torch.empty_like(gradient) for gradient in gradients]
+    torch._foreach_copy_(copies, gradients)
+    for parameter, copy in zip(parameters, copies, strict=True):
+        parameter.grad = copy
