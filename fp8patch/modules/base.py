@@ -13,9 +13,16 @@ from torch import Tensor, nn
 from fp8patch import regions
 from fp8patch.backward import arm_backward
 from fp8patch.compiler import nothing_compiles, outside_compiler
-from fp8patch.modules import ready
+from fp8patch.modules import bias_copies, ready
 from fp8patch.modules.extra_state import pack_state, unpack_state
-from fp8patch.modules.gemms import Float8Gemms, GemmSpec, Operands, cast_input, shared_input
+from fp8patch.modules.gemms import (
+    Float8Gemms,
+    GemmSpec,
+    Operands,
+    cast_input,
+    run_gemms,
+    shared_input,
+)
 from fp8patch.modules.obstacles import (
     check_override,
     find_obstacle,
@@ -37,6 +44,7 @@ _RUNTIME = (
     "_fp8_grad_slot",
     "_fp8_device",
     "_fp8_weight_q",
+    "_fp8_bias",
     "_fp8_ready",
 )
 _EXTRA = "_extra_state"
@@ -77,9 +85,14 @@ class Float8Module(nn.Module):
         self._fp8_weight_state.change(replaced)
 
     def refresh_weights(self, members: list[Any], observe: bool) -> None:
-        """Quantise every weight of `members` (all of this bank) again that is out of date."""
+        """Quantise every weight of `members` (all of this bank) again that is out of date.
+
+        Biases are copied, where a training forward (`observe`) begins.
+        """
         for module in refresh_together(members, observe):
             module.refresh_weight(observe)
+        if observe:
+            bias_copies.refresh(members)
 
     def refresh_weight(self, observe: bool) -> None:
         """Quantise the weight again if it is out of date and was ever used.
@@ -216,8 +229,14 @@ def stock_forward(module: Any, *args: Any) -> Any:
 
 def _forward_in_region(module: Any, input: Tensor, region: regions.Region) -> Tensor:
     if not torch.compiler.is_compiling():
-        if nothing_compiles() and (spec := ready.recall(module, input, region)) is not None:
-            return _run(module, input, spec)
+        if nothing_compiles():
+            # Found once: asking a module for a Parameter takes a microsecond.
+            weight = module.weight
+            spec = ready.recall(module, weight, input, region)
+            if spec is not None:
+                bias = module.bias
+                copy = bias_copies.current(module, bias)
+                return _run(module, weight, bias, input, spec, copy)
         return _forward_in_eager(module, input, region)
     # What the first step shows is seen in eager only, whoever compiled what; so is a first use, and
     # a weight that FSDP had yet to gather where the root was entered.
@@ -230,7 +249,8 @@ def _forward_in_region(module: Any, input: Tensor, region: regions.Region) -> Te
     if find_obstacle(module, input, region, precision) is not None:
         return stock_forward(module, input)  # type: ignore[no-any-return]
     observe = region.training is True or region.calibrating or region.reopened
-    return _run(module, input, make_spec(module, input, region, precision, observe))
+    spec = make_spec(module, input, region, precision, observe)
+    return _run(module, module.weight, module.bias, input, spec)
 
 
 @outside_compiler
@@ -258,27 +278,36 @@ def _forward_in_eager(module: Any, input: Tensor, region: regions.Region) -> Ten
             observation.leaving_module()
     if observe and not region.reopened and not region.calibrating:
         ready.note(module, input, region, spec)
+        bias_copies.want(module, spec)
     return _run_at_the_edge(module, input, spec, region)
 
 
 def _run_at_the_edge(module: Any, input: Tensor, spec: GemmSpec, region: regions.Region) -> Tensor:
     """As `_run`; a module that is called by itself has to let backward know of the region."""
-    output = _run(module, input, spec)
+    output = _run(module, module.weight, module.bias, input, spec)
     if spec.observe and not region.reopened and not inside_root():
         arm_backward(output, module._fp8_bank, region)
     return output
 
 
-def _run(module: Any, input: Tensor, spec: GemmSpec) -> Tensor:
-    weight = module.weight
+def _run(
+    module: Any,
+    weight: Tensor,
+    bias: Tensor | None,
+    input: Tensor,
+    spec: GemmSpec,
+    bias_copy: Tensor | None = None,
+) -> Tensor:
     rows = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
-    input_q = None
-    if not torch.compiler.is_compiling():
-        input_q = shared_input(input, rows, module._fp8_input_slot, spec, weight)
-    operands = Operands(
-        module._fp8_weight_q, input_q, module._fp8_input_slot, module._fp8_grad_slot
-    )
-    output: Tensor = Float8Gemms.apply(rows, weight, module.bias, operands, spec)  # type: ignore[no-untyped-call]
+    weight_q, slot, grad_slot = module._fp8_weight_q, module._fp8_input_slot, module._fp8_grad_slot
+    output: Tensor
+    if torch.compiler.is_compiling():
+        operands = Operands(weight_q, None, slot, grad_slot)
+        output = Float8Gemms.apply(rows, weight, bias, operands, spec)  # type: ignore[no-untyped-call]
+    else:
+        input_q = shared_input(input, rows, slot, spec, weight)
+        operands = Operands(weight_q, input_q, slot, grad_slot, bias_copy)
+        output = run_gemms(rows, weight, bias, operands, spec)
     if input.dim() != 2:
         # As nn.Linear: its output is no view, so that the caller may edit it in place.
         shape = [*input.shape[:-1], output.shape[-1]]

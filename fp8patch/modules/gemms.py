@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fp8patch.input_cache import recall, remember
+from fp8patch.modules.autograd_calls import first_order, quick_apply
 from fp8patch.ops.gemm import fp8_gemm
 from fp8patch.ops.quantize import quantize, quantize_rowwise
 from fp8patch.slots import Slot
@@ -163,13 +163,14 @@ class Operands(NamedTuple):
     """What a call needs besides the tensors that autograd knows.
 
     In one argument, because autograd looks at each. `input` may be None: it is quantised by the
-    call then.
+    call then. So may `bias`: a copy of the bias in the dtype that the GEMM adds (bias_copies.py).
     """
 
     weight: Quantized
     input: Quantized | None
     input_slot: Slot
     grad_slot: Slot
+    bias: Tensor | None = None
 
 
 class Float8Gemms(torch.autograd.Function):
@@ -184,12 +185,12 @@ class Float8Gemms(torch.autograd.Function):
         operands: Operands,
         spec: GemmSpec,
     ) -> Tensor:
-        weight_q, input_q, input_slot, grad_slot = operands
+        weight_q, input_q, input_slot, grad_slot, bias_copy = operands
         ctx.spec, ctx.grad_slot = spec, grad_slot
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.dtypes = input.dtype, weight.dtype
-        need_weight = spec.save and ctx.needs_input_grad[1]
-        need_input = spec.save and ctx.needs_input_grad[0]
+        needs = ctx.needs_input_grad
+        need_input, need_weight = spec.save and needs[0], spec.save and needs[1]
         wgrad_fp8 = need_weight and spec.wgrad
         features = weight.shape[1] if spec.in_out else weight.shape[0]
         ctx.features = features, input.shape[1]
@@ -199,7 +200,8 @@ class Float8Gemms(torch.autograd.Function):
         if spec.fprop:
             assert input_q is not None
             # [M, K] @ [N, K]^T; both padded to multiples of 16 where the recipe pads.
-            output = _fprop(input_q, weight_q, bias, spec, features)
+            added = bias if bias_copy is None else bias_copy
+            output = _fprop(input_q, weight_q, added, spec, features)
         else:
             matrix = weight if spec.in_out else weight.t()
             output = _mm(input, matrix, spec.out_dtype)
@@ -220,23 +222,22 @@ class Float8Gemms(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         spec: GemmSpec = ctx.spec
         input, weight, input_t, input_inv_t, weight_t, weight_inv_t = ctx.saved_tensors
-        need_input, need_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        need_input, need_weight, need_bias, *_ = ctx.needs_input_grad
         n, k = ctx.features
         input_dtype, weight_dtype = ctx.dtypes
 
         wgrad_fp8 = need_weight and spec.wgrad
-        need_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]
         grad_q = grad_bias = None
         if wgrad_fp8 or (need_input and spec.dgrad):
             grad_q, grad_bias = _cast_grad(grad_output, ctx.grad_slot, spec, wgrad_fp8, need_bias)
         elif need_bias:
             grad_bias = grad_output.sum(0, dtype=torch.float32)
         if need_bias and grad_bias is not None:
-            grad_bias = grad_bias.to(ctx.bias_dtype)
+            grad_bias = _to(grad_bias, ctx.bias_dtype)
 
         grad_input = grad_weight = None
         if need_input and spec.dgrad:
@@ -251,7 +252,7 @@ class Float8Gemms(torch.autograd.Function):
                 fast_accum=False,
                 emulate=spec.emulate,
             )
-            grad_input = _cut(grad_input, grad_input.shape[0], k).to(input_dtype)
+            grad_input = _to(_cut(grad_input, grad_input.shape[0], k), input_dtype)
         elif need_input:
             matrix = weight.t() if spec.in_out else weight
             grad_input = _mm(grad_output, matrix, spec.out_dtype).to(input_dtype)
@@ -262,6 +263,10 @@ class Float8Gemms(torch.autograd.Function):
             a, b = (input.t(), grad_output) if spec.in_out else (grad_output.t(), input)
             grad_weight = _mm(a, b, spec.out_dtype).to(weight_dtype)
         return grad_input, grad_weight, grad_bias if need_bias else None, None, None
+
+
+# `Float8Gemms.apply` where nothing is traced.
+run_gemms = quick_apply(Float8Gemms)
 
 
 def _fprop(
@@ -299,6 +304,11 @@ def _wgrad(
         a, a_inv, b, b_inv, n, k = b, b_inv, a, a_inv, k, n
     product = fp8_gemm(a, b, a_inv, b_inv, dtype, fast_accum=False, emulate=spec.emulate)
     return _cut(product, n, k)
+
+
+def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # As `x.to`, which takes a microsecond where there is nothing to do.
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _cut(x: Tensor, rows: int, cols: int) -> Tensor:

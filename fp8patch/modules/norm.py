@@ -20,6 +20,7 @@ from fp8patch import regions
 from fp8patch.compiler import nothing_compiles, outside_compiler
 from fp8patch.input_cache import remember
 from fp8patch.modules import ready
+from fp8patch.modules.autograd_calls import quick_apply
 from fp8patch.modules.base import attach, rebuild, register
 from fp8patch.modules.gemms import Quantized
 from fp8patch.modules.norm_cast import cast_for_reader
@@ -114,6 +115,10 @@ class Float8RMSNorm(Float8Norm, nn.RMSNorm):
 # -- inside a region ------------------------------------------------------------------------------
 
 
+# `Normalize.apply` where nothing is traced.
+_normalize = quick_apply(Normalize)
+
+
 class _Call(NamedTuple):
     """What `Normalize` is called with."""
 
@@ -170,7 +175,7 @@ def _dtypes(*vectors: Tensor | None) -> list[torch.dtype | None]:
 
 def _run(input: Tensor, call: _Call) -> Tensor:
     made: list[Quantized] = []
-    output: Tensor = Normalize.apply(input, *call, made)  # type: ignore[no-untyped-call]
+    output: Tensor = _normalize(input, *call, made)
     if made and call.cast is not None:
         remember(output, call.cast.key, made[0])
     return output

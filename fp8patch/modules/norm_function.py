@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from fp8patch.modules.autograd_calls import first_order
 from fp8patch.modules.gemms import Quantized
 from fp8patch.ops.norm import norm, norm_backward
 from fp8patch.ops.norm_quantize import norm_quantize
@@ -75,7 +75,7 @@ class Normalize(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         spec: NormSpec = ctx.spec
         input, weight, mean, rstd = ctx.saved_tensors

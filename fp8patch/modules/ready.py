@@ -54,10 +54,10 @@ def autocast_dtype(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def recall(module: Any, input: Tensor, region: regions.Region) -> GemmSpec | None:
+def recall(module: Any, weight: Tensor, input: Tensor, region: regions.Region) -> GemmSpec | None:
     """The constants of this call, if it is like the one that was noted; None: find out."""
     ready = recall_any(module, input, region)
-    if ready is None or not is_fresh(module, module.weight):
+    if ready is None or not is_fresh(module, weight):
         return None
     spec: GemmSpec = ready.spec
     return spec

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8patch.modules.weights import note_quantized, settled_owner
+from fp8patch.modules.weights import is_fresh, note_quantized, settled_owner
 from fp8patch.ops.fused import many_casts
 from fp8patch.ops.quantize import ALIGNMENT, is_cold
 from fp8patch.slots import WEIGHT, limit
@@ -27,6 +27,8 @@ def refresh_together(members: Iterable[Any], observe: bool) -> list[Any]:
     left = []
     for module in members:
         weight = module.weight
+        if is_fresh(module, weight) and not module._fp8_weight_state.gathered:
+            continue  # As at most entries: what follows takes longer to find that out.
         if _can_join(module, weight, observe):
             first = observe and module._fp8_path not in module._fp8_bank.weights_seen
             live = module._fp8_recipe.scaling == "current"

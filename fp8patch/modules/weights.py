@@ -61,6 +61,12 @@ class WeightState:
         """Was it written in place, by something else than the optimizer?"""
         return self.tensor is not None and self.version != version(weight)
 
+    def settled(self, weight: Tensor) -> bool:
+        """Does whatever changes `weight` announce it? A frozen one is changed by no optimizer, but
+        by an adapter that is merged into it.
+        """
+        return self.owner is not None and self.owner() is not None and bool(weight.requires_grad)
+
     def took_step(self, weight: Tensor, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer that owns `weight` has just stepped."""
         self.owner = weakref.ref(optimizer)
@@ -97,7 +103,7 @@ def is_fresh(module: Any, weight: Tensor) -> bool:
         return False
     if known.address != weight.data_ptr() or known.version != version(weight):
         return False
-    return known.entry == module._fp8_bank.entry or settled_owner(module)
+    return known.entry == module._fp8_bank.entry or known.settled(weight)
 
 
 def prepare(module: Any, observe: bool, calibrating: bool = False) -> None:
@@ -161,11 +167,9 @@ def _forget_if_clipping(module: Any, weight: Tensor) -> None:
 
 
 def settled_owner(module: Any) -> bool:
-    """Does whatever changes the weight announce it? A frozen one is changed by no optimizer, but
-    by an adapter that is merged into it.
-    """
-    owner = module._fp8_weight_state.owner
-    return owner is not None and owner() is not None and bool(module.weight.requires_grad)
+    """Does whatever changes the weight announce it?"""
+    known: WeightState = module._fp8_weight_state
+    return known.settled(module.weight)
 
 
 def _scale_that_fits(rows: Tensor, scale: Tensor, largest: float) -> Tensor:

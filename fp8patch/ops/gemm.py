@@ -43,9 +43,9 @@ def fp8_gemm(
     if emulate:
         return _emulated(a, b_t, scale_inv_a, scale_inv_b, bias).to(out_dtype)
     rowwise = scale_inv_a.dim() == 2
-    # The rowwise kernel writes BF16 only, and no kernel adds a bias to an FP32 result.
+    # The rowwise kernel writes BF16 only.
     kernel_dtype = torch.bfloat16 if rowwise else out_dtype
-    fused = bias is not None and kernel_dtype != torch.float32
+    bias_dtype = None if bias is None else fused_bias_dtype(out_dtype, rowwise)
     # Not torch.nn.functional.scaled_mm: it takes CPU time on top of this call, and
     # Inductor knows how to plan memory and graphs for this one.
     output = torch._scaled_mm(
@@ -53,13 +53,24 @@ def fp8_gemm(
         b_t.t(),
         scale_inv_a,
         scale_inv_b.t() if rowwise else scale_inv_b,
-        bias.to(kernel_dtype) if bias is not None and fused else None,
+        None if bias is None or bias_dtype is None else _to(bias, bias_dtype),
         None,
         kernel_dtype,
         fast_accum,
     )
-    output = output if kernel_dtype == out_dtype else output.to(out_dtype)
-    return output if bias is None or fused else output + bias.to(out_dtype)
+    output = _to(output, out_dtype)
+    return output if bias is None or bias_dtype is not None else output + bias.to(out_dtype)
+
+
+def fused_bias_dtype(out_dtype: torch.dtype, rowwise: bool) -> torch.dtype | None:
+    """The dtype in which the kernel adds a bias; None where it can't (to an FP32 result)."""
+    dtype = torch.bfloat16 if rowwise else out_dtype
+    return None if dtype == torch.float32 else dtype
+
+
+def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # Asking first, because `to` takes a microsecond where there is nothing to do.
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _emulated(

@@ -166,11 +166,11 @@ def cast_and_add(
     device = tensors[0].device
     walk = min(blocks_of(down * across, PROGRAMS), _LONGEST)
     rows = blocks_of(down, walk)
-    partial = torch.empty((rows, width), dtype=torch.float32, device=device)
+    partial = torch.empty_strided((rows * width,), (1,), dtype=torch.float32, device=device)
     _cast(variant, rows * across, (*tensors, partial), (*numbers, down, walk), constants, warps)
     if rows == 1:
-        return partial[0, :cols]
-    sums = torch.empty(cols, dtype=torch.float32, device=device)
+        return partial if cols == width else partial[:cols]
+    sums = torch.empty_strided((cols,), (1,), dtype=torch.float32, device=device)
     sizes = rows, cols, width
     tile = {"BM": 64, "BK": 32}
     kinds = tuple(map(size_class, sizes))

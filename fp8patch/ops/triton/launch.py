@@ -36,6 +36,11 @@ def size_class(number: int) -> int:
     return -1 if number == 1 else (0 if number % 16 else 16) + (number >> 31)
 
 
+def empty_matrix(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised contiguous matrix; `torch.empty` takes longer to read its arguments."""
+    return torch.empty_strided((rows, cols), (cols, 1), dtype=dtype, device=device)
+
+
 class Launcher:
     """Launches one kernel in all its variants.
 

@@ -23,7 +23,7 @@ from fp8patch.ops.triton.cast_tile import (
     quantize_tile,
 )
 from fp8patch.ops.triton.column_sums import cast_and_add
-from fp8patch.ops.triton.launch import Launcher, blocks_of, size_class
+from fp8patch.ops.triton.launch import Launcher, blocks_of, empty_matrix, size_class
 from fp8patch.ops.triton.packing import ASSEMBLY
 
 # Rows, columns and warps of a tile: of two-byte values, of FP32, and of any with column sums. The
@@ -138,9 +138,9 @@ def quantize(
     # The transpose has padded rows of its own to fill with zeros.
     down = blocks_of(height if transpose else rows, bm)
     across = blocks_of(width, bk)
-    x_fp8 = torch.empty((rows, width), dtype=dtype, device=device)
-    x_fp8_t = torch.empty((width, height) if transpose else (0, 0), dtype=dtype, device=device)
-    scale_inv = torch.empty((), dtype=torch.float32, device=device)
+    x_fp8 = empty_matrix(rows, width, dtype, device)
+    x_fp8_t = empty_matrix(*((width, height) if transpose else (0, 0)), dtype, device)
+    scale_inv = torch.empty_like(scale)
     bits = live_amax(x) if live else scale
     full = cols == width
     even = full and rows % bm == 0 and width % bk == 0
