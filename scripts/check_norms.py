@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm on a GPU: correctness first, then times; with --tune, tiles instead.
 
-    python scripts/check_norms.py [--json FILE] [--tune]
+    python scripts/check_norms.py [--json FILE] [--tune [{forward,backward,fused} ...]]
 
 Exits non-zero if a check fails. Times are medians with a cold L2 cache; a percentage is the traffic
 that the operation needs at least, as a part of what a plain copy moves in that time.
@@ -169,17 +169,17 @@ def a_block_trains_as_with_casts_of_its_own() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--tune", nargs="*", choices=("forward", "backward", "fused"))
     options = parser.parse_args()
     torch.manual_seed(0)
     begin = time.perf_counter()
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
     copy = copy_speed()
     print(f"copy {copy / 1e3:.0f} GB/s")
-    if options.tune:
+    if options.tune is not None:
         from tune_norms import tune
 
-        rows.extend(tune(copy))
+        rows.extend(tune(copy, options.tune))
     else:
         for group in (
             norms_are_near_fp64,

@@ -1,12 +1,13 @@
 """The tiles of the norm kernels: the best of each kernel, by shape and dtype.
 
-`scripts/check_norms.py --tune` runs it. Every tile is compiled first, by as many processes as there
-are cores, into Triton's cache on disk: one after the other that takes a quarter of an hour.
+`scripts/check_norms.py --tune [KERNEL ...]` runs it. Every tile is compiled first, by as many
+processes as there are cores, into Triton's cache on disk: one after the other that takes minutes.
+Beside the fused kernel there is the pair that it stands for: the norm, then the cast.
 """
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
@@ -16,29 +17,42 @@ import triton
 
 from fp8patch.ops.triton import norm as kernels
 from fp8patch.ops.triton import norm_quantize as fused_kernels
+from fp8patch.ops.triton.quantize import quantize
 
 FP32, BF16 = torch.float32, torch.bfloat16
-SHAPES = [(12288, 1024), (8192, 4096), (32768, 1280)]
-DTYPES = [(FP32, FP32), (FP32, BF16), (BF16, BF16)]
-_Job = tuple[str, tuple[int, int], torch.dtype, torch.dtype, tuple[int, ...]]
+KERNELS = ("forward", "backward", "fused")
+# (shape, dtype of x, dtype of y)
+CASES = [
+    ((12288, 1024), BF16, BF16),
+    ((12288, 1024), FP32, BF16),
+    ((25216, 1280), FP32, BF16),
+    ((4096, 768), FP32, BF16),
+    ((8192, 4096), BF16, BF16),
+    ((4096, 8192), BF16, BF16),
+]
+# Programs of 2, 4, 8 and 16 warps, with 16 or 32 values a thread.
+FUSED = [
+    (16, 128, 2), (16, 128, 4), (16, 256, 4), (32, 128, 4), (16, 256, 8), (32, 128, 8),
+    (16, 512, 8), (32, 256, 8), (16, 1024, 16), (32, 512, 16), (16, 256, 4, ".cs"),
+    (16, 512, 8, ".cs"),
+]  # fmt: skip
+_Job = tuple[str, tuple[int, int], torch.dtype, torch.dtype, tuple[Any, ...]]
 
 
-def jobs() -> list[_Job]:
-    """(kernel, shape, dtype of x, dtype of y, tile)"""
+def jobs(names: Collection[str]) -> list[_Job]:
+    """(kernel, shape, dtype of x, dtype of y, tile) of the kernels `names`."""
     found: list[_Job] = []
-    for shape, (dtype, out) in itertools.product(SHAPES, DTYPES):
+    for shape, dtype, out in CASES:
         width = kernels.width_of(shape[1])
         sizes = sorted({max(width, n) for n in (2048, 4096, 8192)})
-        tiles: dict[str, list[tuple[int, ...]]] = {
+        tiles: dict[str, list[tuple[Any, ...]]] = {
             "forward": list(itertools.product(sizes, (2, 4, 8))),
             "backward": list(itertools.product(sizes[:2], (4, 8), (1, 2, 4, 8))),
-            "fused": [
-                tile
-                for tile in itertools.product((16, 32, 64), (64, 128, 256, 512), (4, 8))
-                if 2048 <= tile[0] * tile[1] <= 8192
-            ],
+            "fused": [t for t in FUSED if t[1] <= 256 or shape[1] % t[1] == 0],
         }
-        found += [(name, shape, dtype, out, t) for name, many in tiles.items() for t in many]
+        found += [(name, shape, dtype, out, t) for name in names for t in tiles[name]]
+        if "fused" in names:
+            found.append(("pair", shape, dtype, out, ()))
     return found
 
 
@@ -56,9 +70,13 @@ def prepared(job: _Job) -> Callable[[], object]:
         given = grad, x, weight, mean, rstd, True, False, True
         return lambda: kernels.norm_backward(*given, tile=kernels.Tile(*tile))
     scale, amax = torch.tensor(30.0, device="cuda"), torch.zeros((), device="cuda")
-    counts = torch.zeros(4, dtype=torch.int64, device="cuda")
-    given = *norm, out, scale, amax, counts, True, True
-    return lambda: fused_kernels.norm_quantize(*given, tile=fused_kernels.Tile(*tile))
+    slot = scale, amax, torch.zeros(4, dtype=torch.int64, device="cuda")
+    if name == "fused":
+        given = *norm, out, *slot, True, True
+        return lambda: fused_kernels.norm_quantize(*given, tile=fused_kernels.Tile(*tile))
+    how = {"live": False, "observe": True, "transpose": True, "column_sums": False}
+    fp8 = torch.float8_e4m3fn
+    return lambda: quantize(kernels.norm(*norm, out)[0], *slot, 448.0, fp8, **how)
 
 
 def compiled(job: _Job) -> str:
@@ -71,13 +89,12 @@ def compiled(job: _Job) -> str:
     return ""
 
 
-def tune(copy: float) -> list[dict[str, Any]]:
-    """Print and return the best tiles; `copy` in bytes a microsecond."""
-    todo = jobs()
+def timed(todo: list[_Job]) -> dict[Any, list[tuple[float, tuple[Any, ...]]]]:
+    """(microseconds, tile), by everything else of a job; the best one first."""
     with ProcessPoolExecutor(min(os.cpu_count() or 1, 14), get_context("spawn")) as pool:
-        errors = list(pool.map(compiled, todo, chunksize=4))
+        errors = list(pool.map(compiled, todo))
     print(f"{len(todo)} tiles compiled, {sum(map(bool, errors))} failed", flush=True)
-    found: dict[Any, list[tuple[float, tuple[int, ...]]]] = {}
+    found: dict[Any, list[tuple[float, tuple[Any, ...]]]] = {}
     for job, error in zip(todo, errors, strict=True):
         if error:
             print(f"{job}: {error}")
@@ -85,17 +102,30 @@ def tune(copy: float) -> list[dict[str, Any]]:
         run = prepared(job)
         ms = triton.testing.do_bench(run, warmup=5, rep=30, return_mode="median")
         found.setdefault(job[:4], []).append((float(ms) * 1e3, job[4]))
+    return {key: sorted(times) for key, times in found.items()}
+
+
+def tune(copy: float, names: Collection[str]) -> list[dict[str, Any]]:
+    """Print and return the best tiles of the kernels `names`; `copy` in bytes a microsecond."""
+    found = timed(jobs(names or KERNELS))
     rows = []
-    for (name, shape, dtype, out), timed in found.items():
+    for (name, shape, dtype, out), times in found.items():
+        if name == "pair":
+            continue
         per_element = {
             "forward": dtype.itemsize + out.itemsize,
             "backward": 2 * dtype.itemsize + out.itemsize,
             "fused": dtype.itemsize + out.itemsize + 2,
         }[name]
         moved = shape[0] * shape[1] * per_element
-        best = sorted(timed)[:6]
         where = f"{name} {shape[0]}x{shape[1]} {str(dtype)[6:]} -> {str(out)[6:]}"
-        shown = "  ".join(f"{t}: {us:.1f} us {moved / us / copy:.0%}" for us, t in best[:4])
-        rows.append({"tune": where, "best": best})
-        print(f"{where:42s} {shown}", flush=True)
+        shown = [f"{tile}: {us:.1f} us {moved / us / copy:.0%}" for us, tile in times[:5]]
+        row: dict[str, Any] = {"tune": where, "best": times}
+        if name == "fused" and ("pair", shape, dtype, out) in found:
+            row["pair_us"] = found["pair", shape, dtype, out][0][0]
+            default = fused_kernels.tile_of(shape[1])
+            now = [us for us, tile in times if fused_kernels.Tile(*tile) == default]
+            shown.insert(0, f"PAIR {row['pair_us']:.1f} us, NOW {now[0] if now else 0:.1f} us |")
+        rows.append(row)
+        print(f"{where:42s} {'  '.join(shown)}", flush=True)
     return rows

@@ -14,6 +14,10 @@ from fp8patch import numerics
 from fp8patch.ops.norm import kernels, norm, register
 from fp8patch.ops.quantize import ALIGNMENT, is_cold, padded, quantize
 
+# Up to here the kernel's second look at a row finds it in a cache. Wider rows, in bytes as they are
+# read, take the norm and then the cast: as many bytes from memory, in simpler kernels.
+MAX_ROW_BYTES = 16384
+
 _Result = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -71,7 +75,9 @@ def _norm_quantize_now(
 ) -> _Result:
     # Under four columns the compiler knows neighbours to be equal zeros, and ptxas 12.8 converts a
     # pair of equal registers wrongly.
-    fits = x.is_cuda and x.numel() > 0 and x.shape[-1] >= ALIGNMENT
+    cols = x.shape[-1]
+    fits = x.is_cuda and x.numel() > 0 and cols >= ALIGNMENT
+    fits = fits and cols * x.element_size() <= MAX_ROW_BYTES
     if fits and kernels() is not None and not is_cold(scale):
         from fp8patch.ops.triton.norm_quantize import norm_quantize as kernel
 

@@ -80,6 +80,11 @@ def _forward_kernel(
 
 
 @triton.jit
+def _sum_two(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
 def _backward_kernel(
     grad, x, weight, mean, rstd, grad_x, partial,
     rows, grad_stride, stride,
@@ -107,9 +112,13 @@ def _backward_kernel(
         by_normed = by_y
         if WEIGHT:
             by_normed = by_y * factor
-        by_x = by_normed - normed * (tl.sum(by_normed * normed, 1) / COLS)[:, None]
+        along = by_normed * normed
         if CENTER:
-            by_x -= (tl.sum(by_normed, 1) / COLS)[:, None]
+            # Two sums at once are as many barriers as one.
+            sums, mean_by = tl.reduce((along, by_normed), 1, _sum_two)
+            by_x = by_normed - normed * (sums / COLS)[:, None] - (mean_by / COLS)[:, None]
+        else:
+            by_x = by_normed - normed * (tl.sum(along, 1) / COLS)[:, None]
         offsets = m.to(tl.int64)[:, None] * COLS + k[None, :]
         tl.store(grad_x + offsets, (by_x * scale).to(grad_x.dtype.element_ty), mask=inside)
         if PARAMETERS:
