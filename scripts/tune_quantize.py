@@ -1,14 +1,15 @@
 """Find the tiles of the cast kernels: achieved bandwidth by shape and tile, against a plain copy.
 
-python scripts/tune_quantize.py [--quick | --sums]
+python scripts/tune_quantize.py [--quick | --sums | --gelu]
 
 With --sums only the casts with column sums, by tile and by how many programs are aimed at; the time
-is that of both kernels.
+is that of both kernels. With --gelu only those that compute GELU, or its gradient, first.
 """
 
 import itertools
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -44,6 +45,10 @@ SUMMED = {
     torch.float32: ((12288, 1024), (12288, 4096)),
 }
 SUMMED_TILES = ((32, 64, 2), (32, 64, 4), (64, 64, 4), (16, 64, 1), (32, 128, 4))
+FORMED = ((12288, 4096), (25216, 5120), (8192, 16384))
+FORMED_TILES = ((64, 64, 4), (32, 64, 2), (32, 128, 4), (32, 64, 1))
+FORMED_SUMS_TILES = ((32, 64, 4), (32, 64, 2), (16, 64, 1))
+FORMED_PROGRAMS = (528, 660, 792, 1056, 2112, 1 << 20)
 PROGRAMS = (528, 792, 1056, 2112, 4224, 1 << 20)
 
 
@@ -110,6 +115,37 @@ def tune_sums(x: torch.Tensor) -> None:
     column_sums.PROGRAMS = chosen
 
 
+def tune_gelu(x: torch.Tensor) -> None:
+    """Print tiles for GELU and cast, and for its gradient and cast with column sums."""
+    slot = torch.tensor(3.0, device="cuda"), torch.tensor(100.0, device="cuda")
+    counts = torch.zeros(4, dtype=torch.int64, device="cuda")
+    grad = torch.randn_like(x)
+    forward = moved(x, True)
+    # The gradient reads two tensors.
+    sizes = [(size, copying(size)) for size in (forward, forward + 2 * x.numel())]
+
+    def timed(form: str, back: bool, tile: tuple[int, int, int] | None = None) -> str:
+        fp8 = numerics.E5M2 if back else numerics.E4M3
+        flags = {"live": False, "observe": True, "transpose": True, "column_sums": back}
+        more: dict[str, Any] = {"form": form, "y": grad, "tile": tile, **flags}
+        ms = milliseconds(lambda: quantize(x, *slot, counts, 448.0, fp8, **more))
+        size, copy = sizes[form.endswith("backward")]
+        return f"{ms * 1e3:.1f}us {size / ms / 1e6 / copy:.0%}"
+
+    print(f"bfloat16 {tuple(x.shape)}: casts alone {timed('', False)}, {timed('', True)}")
+    for form, tiles in (("gelu", FORMED_TILES), ("gelu_tanh", FORMED_TILES[:1])):
+        shown = [f"{tile}: {timed(form, False, tile)}" for tile in tiles]
+        print(f"  {form} " + "  ".join(shown), flush=True)
+    chosen = column_sums.PROGRAMS_FORMED
+    backward = [("gelu_backward", tile) for tile in FORMED_SUMS_TILES]
+    for form, tile in (*backward, ("gelu_tanh_backward", FORMED_SUMS_TILES[0])):
+        shown = []
+        for column_sums.PROGRAMS_FORMED in FORMED_PROGRAMS:
+            shown.append(f"{column_sums.PROGRAMS_FORMED}: {timed(form, True, tile)}")
+        print(f"  {form} {tile} " + "  ".join(shown), flush=True)
+    column_sums.PROGRAMS_FORMED = chosen
+
+
 def tune_many() -> None:
     """The same for all weights of a BERT-large in one launch."""
     jobs = []
@@ -146,6 +182,10 @@ def main() -> None:
         for dtype, summed in SUMMED.items():
             for shape in summed:
                 tune_sums(torch.randn(shape, device="cuda").to(dtype))
+        return
+    if "--gelu" in sys.argv:
+        for shape in FORMED:
+            tune_gelu(torch.randn(shape, device="cuda", dtype=torch.bfloat16))
         return
     shapes = SHAPES[:3] if "--quick" in sys.argv else SHAPES
     for dtype, shape in itertools.product((torch.bfloat16, torch.float32), shapes):

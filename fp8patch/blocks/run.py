@@ -85,14 +85,26 @@ def _compile(
     dynamic: bool, graphs: bool, backend: str | Callable[..., Any], limit: int
 ) -> Callable[..., Any]:
     options: dict[str, Any] = {"fullgraph": True, "backend": backend}
-    if graphs and backend == "inductor":
-        options["mode"] = "reduce-overhead"
+    if backend == "inductor":
+        options["options"] = _for_inductor(graphs)
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options["recompile_limit"] = max(limit, torch._dynamo.config.recompile_limit)
     elif torch._dynamo.config.recompile_limit < limit:
         torch._dynamo.config.recompile_limit = limit
     compiled: Callable[..., Any] = torch.compile(_own_code(), **options)
     return _for_any_shape(compiled) if dynamic else compiled
+
+
+def _for_inductor(graphs: bool) -> dict[str, Any]:
+    import torch._inductor
+
+    # (`mode` can't be given beside `options`.)
+    options = torch._inductor.list_mode_options("reduce-overhead") if graphs else {}
+    if torch._inductor.config.post_grad_custom_pre_pass is None:
+        from fp8patch.blocks.fuse import FUSE_CASTS
+
+        options["post_grad_custom_pre_pass"] = FUSE_CASTS
+    return options
 
 
 def _own_code() -> Callable[..., Any]:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from fp8patch import numerics
+from fp8patch.ops.triton.forms import formed
 from fp8patch.ops.triton.packing import cast_four
 
 CONSTANTS = {
@@ -34,6 +35,20 @@ def load_row(x, m, k, rows, cols, stride_m, stride_k, EVEN: tl.constexpr):
         return tl.load(x + offsets).to(tl.float32)
     inside = (m[:, None] < rows) & (k[None, :] < cols)
     return tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def formed_row(
+    x, y, m, k, rows, cols, stride_m, stride_k,
+    EVEN: tl.constexpr, FORM: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """FP32 values of rows m and columns k of what is cast: x, or a form (forms.py) of x and y."""
+    first = load_row(x, m, k, rows, cols, stride_m, stride_k, EVEN)
+    if FORM == "" or FORM == "gelu" or FORM == "gelu_tanh":
+        second = first
+    else:
+        second = load_row(y, m, k, rows, cols, stride_m, stride_k, EVEN)
+    return formed(first, second, x.dtype.element_ty, FORM, PTX)
 
 
 @triton.jit
@@ -136,15 +151,16 @@ def exceeds(top_bits, used, CLIPS: tl.constexpr):
 
 @triton.jit
 def cast_again(
-    x, x_fp8, x_fp8_t, counts, used, w, k, rows, cols, width, height, stride_m, stride_k,
+    x, y, x_fp8, x_fp8_t, counts, used, w, k, rows, cols, width, height, stride_m, stride_k,
     LARGEST: tl.constexpr, CLIPS: tl.constexpr,
-    OBSERVE: tl.constexpr, TRANSPOSE: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+    OBSERVE: tl.constexpr, TRANSPOSE: tl.constexpr, EVEN: tl.constexpr, FORM: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """Cast and write rows 4 w to 4 w + 3, among which there is an outlier, and count those."""
-    v0 = load_row(x, 4 * w, k, rows, cols, stride_m, stride_k, EVEN)
-    v1 = load_row(x, 4 * w + 1, k, rows, cols, stride_m, stride_k, EVEN)
-    v2 = load_row(x, 4 * w + 2, k, rows, cols, stride_m, stride_k, EVEN)
-    v3 = load_row(x, 4 * w + 3, k, rows, cols, stride_m, stride_k, EVEN)
+    v0 = formed_row(x, y, 4 * w, k, rows, cols, stride_m, stride_k, EVEN, FORM, PTX)
+    v1 = formed_row(x, y, 4 * w + 1, k, rows, cols, stride_m, stride_k, EVEN, FORM, PTX)
+    v2 = formed_row(x, y, 4 * w + 2, k, rows, cols, stride_m, stride_k, EVEN, FORM, PTX)
+    v3 = formed_row(x, y, 4 * w + 3, k, rows, cols, stride_m, stride_k, EVEN, FORM, PTX)
     s0 = outlier(v0, used, counts, LARGEST, CLIPS, OBSERVE)
     s1 = outlier(v1, used, counts, LARGEST, CLIPS, OBSERVE)
     s2 = outlier(v2, used, counts, LARGEST, CLIPS, OBSERVE)
@@ -154,15 +170,16 @@ def cast_again(
 
 @triton.jit
 def quantize_tile(
-    x, x_fp8, x_fp8_t, amax, counts, used, w, k, rows, cols, width, height, stride_m, stride_k,
+    x, y, x_fp8, x_fp8_t, amax, counts, used, w, k, rows, cols, width, height, stride_m, stride_k,
     LARGEST: tl.constexpr, CLIPS: tl.constexpr, FLUSHES_TO: tl.constexpr,
-    OBSERVE: tl.constexpr, TRANSPOSE: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+    OBSERVE: tl.constexpr, TRANSPOSE: tl.constexpr, EVEN: tl.constexpr, FORM: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """Cast rows 4 w to 4 w + 3, write them, and add to the slot what was seen."""
-    v0 = load_row(x, 4 * w, k, rows, cols, stride_m, stride_k, EVEN)
-    v1 = load_row(x, 4 * w + 1, k, rows, cols, stride_m, stride_k, EVEN)
-    v2 = load_row(x, 4 * w + 2, k, rows, cols, stride_m, stride_k, EVEN)
-    v3 = load_row(x, 4 * w + 3, k, rows, cols, stride_m, stride_k, EVEN)
+    v0 = formed_row(x, y, 4 * w, k, rows, cols, stride_m, stride_k, EVEN, FORM, PTX)
+    v1 = formed_row(x, y, 4 * w + 1, k, rows, cols, stride_m, stride_k, EVEN, FORM, PTX)
+    v2 = formed_row(x, y, 4 * w + 2, k, rows, cols, stride_m, stride_k, EVEN, FORM, PTX)
+    v3 = formed_row(x, y, 4 * w + 3, k, rows, cols, stride_m, stride_k, EVEN, FORM, PTX)
     store_tile(
         x_fp8, x_fp8_t, v0 * used, v1 * used, v2 * used, v3 * used, w, k, rows, width, height,
         TRANSPOSE, EVEN, PTX,
@@ -176,6 +193,6 @@ def quantize_tile(
     # What only an outlier needs is done again, from memory, in the rare tile that holds one.
     if exceeds(tile_bits, used, CLIPS):
         cast_again(
-            x, x_fp8, x_fp8_t, counts, used, w, k, rows, cols, width, height, stride_m, stride_k,
-            LARGEST, CLIPS, OBSERVE, TRANSPOSE, EVEN, PTX,
+            x, y, x_fp8, x_fp8_t, counts, used, w, k, rows, cols, width, height, stride_m, stride_k,
+            LARGEST, CLIPS, OBSERVE, TRANSPOSE, EVEN, FORM, PTX,
         )  # fmt: skip

@@ -24,16 +24,18 @@ from fp8patch.ops.triton.cast_tile import (
     bits_of,
     cast_again,
     exceeds,
+    formed_row,
     live_scale,
-    load_row,
     max_abs,
     raise_amax,
     store_tile,
 )
+from fp8patch.ops.triton.forms import formed
 from fp8patch.ops.triton.launch import Launcher, blocks_of, size_class
 
-# How many programs to aim at: as many as an H200 runs at once, at 128 registers a thread.
-PROGRAMS = 1056
+# How many programs to aim at: as many as an H200 runs at once, at 128 registers a thread; and with
+# a form (forms.py), at 96 registers and twice the warps.
+PROGRAMS, PROGRAMS_FORMED = 1056, 660
 # Tiles of a program, so that the count of its elements is exact as an FP32 number.
 _LONGEST = 1024
 
@@ -58,11 +60,12 @@ def _near_less_zero(values, used, FLUSHES_TO: tl.constexpr):
 # and ptxas 12.8 converts a pair of equal registers wrongly (F2FP merges garbage in).
 @triton.jit(do_not_specialize=["cols", "tiles", "walk"])
 def _kernel(
-    x, x_fp8, x_fp8_t, scale, scale_inv, bits, amax, counts, partial,
+    x, y, x_fp8, x_fp8_t, scale, scale_inv, bits, amax, counts, partial,
     limit, rows, cols, height, width, stride_m, stride_k, tiles, walk,
     LARGEST: tl.constexpr, CLIPS: tl.constexpr, FLUSHES_TO: tl.constexpr, FLOOR: tl.constexpr,
     LIVE: tl.constexpr, OBSERVE: tl.constexpr, TRANSPOSE: tl.constexpr, EVEN: tl.constexpr,
-    FULL: tl.constexpr, PTX: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    FULL: tl.constexpr, FORM: tl.constexpr, PTX: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     across = tl.cdiv(width, BK)
@@ -83,6 +86,12 @@ def _kernel(
     r1 = _raw_row(x, 4 * w + 1, k, rows, end, True, stride_m, stride_k, EVEN)
     r2 = _raw_row(x, 4 * w + 2, k, rows, end, True, stride_m, stride_k, EVEN)
     r3 = _raw_row(x, 4 * w + 3, k, rows, end, True, stride_m, stride_k, EVEN)
+    s0, s1, s2, s3 = r0, r1, r2, r3
+    if FORM != "":
+        s0 = _raw_row(y, 4 * w, k, rows, end, True, stride_m, stride_k, EVEN)
+        s1 = _raw_row(y, 4 * w + 1, k, rows, end, True, stride_m, stride_k, EVEN)
+        s2 = _raw_row(y, 4 * w + 2, k, rows, end, True, stride_m, stride_k, EVEN)
+        s3 = _raw_row(y, 4 * w + 3, k, rows, end, True, stride_m, stride_k, EVEN)
     for tile in range(first, last):
         w = tile * (BM // 4) + tl.arange(0, BM // 4)
         n = w + BM // 4
@@ -91,8 +100,16 @@ def _kernel(
         n1 = _raw_row(x, 4 * n + 1, k, rows, end, more, stride_m, stride_k, EVEN)
         n2 = _raw_row(x, 4 * n + 2, k, rows, end, more, stride_m, stride_k, EVEN)
         n3 = _raw_row(x, 4 * n + 3, k, rows, end, more, stride_m, stride_k, EVEN)
-        v0, v1 = r0.to(tl.float32), r1.to(tl.float32)
-        v2, v3 = r2.to(tl.float32), r3.to(tl.float32)
+        p0, p1, p2, p3 = n0, n1, n2, n3
+        if FORM != "":
+            p0 = _raw_row(y, 4 * n, k, rows, end, more, stride_m, stride_k, EVEN)
+            p1 = _raw_row(y, 4 * n + 1, k, rows, end, more, stride_m, stride_k, EVEN)
+            p2 = _raw_row(y, 4 * n + 2, k, rows, end, more, stride_m, stride_k, EVEN)
+            p3 = _raw_row(y, 4 * n + 3, k, rows, end, more, stride_m, stride_k, EVEN)
+        v0 = formed(r0.to(tl.float32), s0.to(tl.float32), x.dtype.element_ty, FORM, PTX)
+        v1 = formed(r1.to(tl.float32), s1.to(tl.float32), x.dtype.element_ty, FORM, PTX)
+        v2 = formed(r2.to(tl.float32), s2.to(tl.float32), x.dtype.element_ty, FORM, PTX)
+        v3 = formed(r3.to(tl.float32), s3.to(tl.float32), x.dtype.element_ty, FORM, PTX)
         store_tile(
             x_fp8, x_fp8_t, v0 * used, v1 * used, v2 * used, v3 * used, w, k, rows, width, height,
             TRANSPOSE, EVEN, PTX,
@@ -106,6 +123,7 @@ def _kernel(
             small += _near_less_zero(v2, used, FLUSHES_TO) + _near_less_zero(v3, used, FLUSHES_TO)
             lost += tl.sum(tl.reshape(small, (BM // 4, BK // 4, 4)), 2)
         r0, r1, r2, r3 = n0, n1, n2, n3
+        s0, s1, s2, s3 = p0, p1, p2, p3
     target = partial + (pid // across).to(tl.int64) * width + k
     tl.store(target, tl.sum(sums, 0), mask=k < width)
     top_bits = tl.max(bits_of(top))
@@ -116,15 +134,15 @@ def _kernel(
         # Rare: find the tiles that hold an outlier, and cast these again.
         for tile in range(first, last):
             w = tile * (BM // 4) + tl.arange(0, BM // 4)
-            v0 = load_row(x, 4 * w, k, rows, end, stride_m, stride_k, EVEN)
-            v1 = load_row(x, 4 * w + 1, k, rows, end, stride_m, stride_k, EVEN)
-            v2 = load_row(x, 4 * w + 2, k, rows, end, stride_m, stride_k, EVEN)
-            v3 = load_row(x, 4 * w + 3, k, rows, end, stride_m, stride_k, EVEN)
+            v0 = formed_row(x, y, 4 * w, k, rows, end, stride_m, stride_k, EVEN, FORM, PTX)
+            v1 = formed_row(x, y, 4 * w + 1, k, rows, end, stride_m, stride_k, EVEN, FORM, PTX)
+            v2 = formed_row(x, y, 4 * w + 2, k, rows, end, stride_m, stride_k, EVEN, FORM, PTX)
+            v3 = formed_row(x, y, 4 * w + 3, k, rows, end, stride_m, stride_k, EVEN, FORM, PTX)
             tile_bits = tl.max(bits_of(max_abs(max_abs(v0, v1), max_abs(v2, v3))))
             if exceeds(tile_bits, used, CLIPS):
                 cast_again(
-                    x, x_fp8, x_fp8_t, counts, used, w, k, rows, end, width, height,
-                    stride_m, stride_k, LARGEST, CLIPS, OBSERVE, TRANSPOSE, EVEN, PTX,
+                    x, y, x_fp8, x_fp8_t, counts, used, w, k, rows, end, width, height,
+                    stride_m, stride_k, LARGEST, CLIPS, OBSERVE, TRANSPOSE, EVEN, FORM, PTX,
                 )  # fmt: skip
     if pid == 0:
         tl.store(scale_inv, tl.div_rn(1.0, used))
@@ -157,14 +175,17 @@ def cast_and_add(
     constants: Callable[[], dict[str, Any]],
     warps: int,
     shape: tuple[int, int],
+    formed: bool,
 ) -> Tensor:
     """The launch of `quantize.quantize` (its arguments), over `down` times `across` tiles.
 
-    Returns the sums over the rows of x, FP32 [K]; `shape` is K and K padded.
+    Returns the sums over the rows of x, FP32 [K]; `shape` is K and K padded; `formed`: with a
+    form.
     """
     cols, width = shape
     device = tensors[0].device
-    walk = min(blocks_of(down * across, PROGRAMS), _LONGEST)
+    programs = PROGRAMS_FORMED if formed else PROGRAMS
+    walk = min(blocks_of(down * across, programs), _LONGEST)
     rows = blocks_of(down, walk)
     partial = torch.empty_strided((rows * width,), (1,), dtype=torch.float32, device=device)
     _cast(variant, rows * across, (*tensors, partial), (*numbers, down, walk), constants, warps)

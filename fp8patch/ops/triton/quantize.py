@@ -28,8 +28,9 @@ from fp8patch.ops.triton.packing import ASSEMBLY
 
 # Rows, columns and warps of a tile: of two-byte values, of FP32, and of any with column sums. The
 # first two were found with scripts/tune_quantize.py on an H200, where they reach 85 to 95 % of the
-# speed of a copy.
+# speed of a copy. Those of values with a form were chosen by their registers; nothing spills.
 _NARROW, _WIDE, _SUMS = (64, 64, 2), (64, 64, 4), (32, 64, 2)
+_FORMED, _FORMED_SUMS = (64, 64, 4), (32, 64, 4)
 _AMAX_TILE = (32, 256, 8)
 
 
@@ -48,11 +49,12 @@ def _amax_kernel(
 # and ptxas 12.8 converts a pair of equal registers wrongly (F2FP merges garbage in).
 @triton.jit(do_not_specialize=["cols"])
 def _quantize_kernel(
-    x, x_fp8, x_fp8_t, scale, scale_inv, bits, amax, counts,
+    x, y, x_fp8, x_fp8_t, scale, scale_inv, bits, amax, counts,
     limit, rows, cols, height, width, stride_m, stride_k,
     LARGEST: tl.constexpr, CLIPS: tl.constexpr, FLUSHES_TO: tl.constexpr, FLOOR: tl.constexpr,
     LIVE: tl.constexpr, OBSERVE: tl.constexpr, TRANSPOSE: tl.constexpr, EVEN: tl.constexpr,
-    FULL: tl.constexpr, PTX: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    FULL: tl.constexpr, FORM: tl.constexpr, PTX: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     across = tl.cdiv(width, BK)
@@ -65,8 +67,8 @@ def _quantize_kernel(
     # (`width` is known to be a multiple of 16.)
     end = width if FULL else cols
     quantize_tile(
-        x, x_fp8, x_fp8_t, amax, counts, used, w, k, rows, end, width, height, stride_m, stride_k,
-        LARGEST, CLIPS, FLUSHES_TO, OBSERVE, TRANSPOSE, EVEN, PTX,
+        x, y, x_fp8, x_fp8_t, amax, counts, used, w, k, rows, end, width, height,
+        stride_m, stride_k, LARGEST, CLIPS, FLUSHES_TO, OBSERVE, TRANSPOSE, EVEN, FORM, PTX,
     )  # fmt: skip
     if pid == 0:
         tl.store(scale_inv, tl.div_rn(1.0, used))
@@ -76,13 +78,14 @@ def _quantize_kernel(
 
 
 def _quantize_constants(
-    dtype: torch.dtype, on_gpu: bool, flags: tuple[bool, ...], bm: int, bk: int
+    dtype: torch.dtype, on_gpu: bool, flags: tuple[bool, ...], form: str, bm: int, bk: int
 ) -> dict[str, Any]:
     names = ("LIVE", "OBSERVE", "TRANSPOSE", "EVEN", "FULL")
     return {
         **CONSTANTS[dtype],
         "FLOOR": numerics.AMAX_FLOOR,
         **dict(zip(names, flags, strict=True)),
+        "FORM": form,
         "PTX": ASSEMBLY[dtype] if on_gpu else "",
         "BM": bm,
         "BK": bk,
@@ -93,8 +96,10 @@ _quantize = Launcher(_quantize_kernel)
 _amax = Launcher(_amax_kernel)
 
 
-def tile_of(dtype: torch.dtype, column_sums: bool) -> tuple[int, int, int]:
+def tile_of(dtype: torch.dtype, column_sums: bool, form: str) -> tuple[int, int, int]:
     """Rows, columns and warps of a tile for values of `dtype`."""
+    if form:
+        return _FORMED_SUMS if column_sums else _FORMED
     if column_sums:
         return _SUMS
     return _WIDE if dtype == torch.float32 else _NARROW
@@ -126,14 +131,21 @@ def quantize(
     observe: bool,
     transpose: bool,
     column_sums: bool,
+    form: str = "",
+    y: Tensor | None = None,
     tile: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """`ops.quantize.quantize_now` on the GPU; x [M, K] holds at least one element."""
+    """`ops.quantize.quantize_now` on the GPU; x [M, K] holds at least one element.
+
+    With a `form` (forms.py), of x and of y where it reads two: y is like x, strides included, and
+    `live` is False.
+    """
     rows, cols = x.shape
     stride_m, stride_k = x.stride()
     device = x.device
     height, width = (rows + 15) // 16 * 16, (cols + 15) // 16 * 16
-    tile = tile or tile_of(x.dtype, column_sums)
+    y = x if y is None else y
+    tile = tile or tile_of(x.dtype, column_sums, form)
     bm, bk, warps = tile
     # The transpose has padded rows of its own to fill with zeros.
     down = blocks_of(height if transpose else rows, bm)
@@ -150,7 +162,9 @@ def quantize(
         dtype,
         flags,
         tile,
+        form,
         x.data_ptr() % 16,
+        y.data_ptr() % 16,
         size_class(rows),
         cols >> 31,
         size_class(height),
@@ -158,16 +172,18 @@ def quantize(
         size_class(stride_m),
         size_class(stride_k),
     )
-    tensors = x, x_fp8, x_fp8_t, scale, scale_inv, bits, amax, counts
+    tensors = x, y, x_fp8, x_fp8_t, scale, scale_inv, bits, amax, counts
     numbers = limit, rows, cols, height, width, stride_m, stride_k
 
     def constants() -> dict[str, Any]:
-        return _quantize_constants(dtype, x.is_cuda, flags, bm, bk)
+        return _quantize_constants(dtype, x.is_cuda, flags, form, bm, bk)
 
     sums = None
     if column_sums:
         shape = cols, width
-        sums = cast_and_add(variant, down, across, tensors, numbers, constants, warps, shape)
+        sums = cast_and_add(
+            variant, down, across, tensors, numbers, constants, warps, shape, bool(form)
+        )
     else:
         _quantize(variant, down * across, tensors, numbers, constants, warps)
     return x_fp8, x_fp8_t, scale_inv, sums

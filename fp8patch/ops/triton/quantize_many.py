@@ -86,8 +86,8 @@ def _cast_kernel(
     else:
         used = tl.load(scale)
     quantize_tile(
-        x, x_fp8, x_fp8_t, amax, counts, used, w, k, rows, cols, cols, rows, cols, 1,
-        LARGEST, CLIPS, FLUSHES_TO, OBSERVE, True, False, PTX,
+        x, x, x_fp8, x_fp8_t, amax, counts, used, w, k, rows, cols, cols, rows, cols, 1,
+        LARGEST, CLIPS, FLUSHES_TO, OBSERVE, True, False, "", PTX,
     )  # fmt: skip
     if (down == 0) & (across == 0):
         tl.store(scale_inv, tl.div_rn(1.0, used))

@@ -1,0 +1,123 @@
+"""`quantize_form`: GELU (or another form) and the cast of what it returns, in one read.
+
+Left apart, the elementwise kernel writes its result to memory, and the cast is all that reads it.
+Nobody calls this operator: a pass over compiled blocks puts it where the two meet.
+
+Arguments and outputs are those of `quantize`: x [M, K] is GELU's input; y, where the form has one,
+is like x; there is no `live`. Declared without mutation as well, for the reasons given there.
+
+On a GPU the form is as exact as PyTorch's, not equal to it: some FP8 values are one step off. Where
+PyTorch's `1 + erf` cancels to zero, below -5.5, it gives tiny numbers, and they count as flushed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8patch import numerics
+from fp8patch.ops.norm import kernels, register
+from fp8patch.ops.quantize import is_cold, quantize_now
+
+_INV_SQRT_2, _INV_SQRT_2PI = 0.7071067811865476, 0.3989422804014327
+# tanh GELU is 0.5 x (1 + tanh(_B (x + _C x^3))).
+_B, _C = 0.7978845608028654, 0.044715
+
+
+def _gelu(x: Tensor, _: Tensor) -> Tensor:
+    v = x.float()
+    return ((v * 0.5) * (torch.erf(v * _INV_SQRT_2) + 1)).to(x.dtype)
+
+
+def _gelu_backward(x: Tensor, grad: Tensor) -> Tensor:
+    v = x.float()
+    slope = (torch.erf(v * _INV_SQRT_2) + 1) * 0.5
+    slope = slope + v * (torch.exp((v * v) * -0.5) * _INV_SQRT_2PI)
+    return (grad.float() * slope).to(x.dtype)
+
+
+def _gelu_tanh(x: Tensor, _: Tensor) -> Tensor:
+    v = x.float()
+    return ((v * 0.5) * (torch.tanh((v + v * v * v * _C) * _B) + 1)).to(x.dtype)
+
+
+def _gelu_tanh_backward(x: Tensor, grad: Tensor) -> Tensor:
+    v = x.float()
+    tanh = torch.tanh((v + v * v * v * _C) * _B)
+    slope = (tanh + 1) * 0.5 + (v * 0.5) * (1 - tanh * tanh) * ((v * v * (3 * _C) + 1) * _B)
+    return (grad.float() * slope).to(x.dtype)
+
+
+def _silu_mul(x: Tensor, y: Tensor) -> Tensor:
+    v = x.float()
+    return (v / (torch.exp(-v) + 1)).to(x.dtype) * y
+
+
+# What is cast, of x and y. The order of the operations is that of the compiler's decompositions, so
+# that on a CPU no bit is another than without this operator.
+FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gelu": _gelu,
+    "gelu_backward": _gelu_backward,
+    "gelu_tanh": _gelu_tanh,
+    "gelu_tanh_backward": _gelu_tanh_backward,
+    "silu_mul": _silu_mul,
+}
+
+
+def _now(
+    x: Tensor,
+    y: Tensor | None,
+    form: str,
+    scale: Tensor,
+    amax: Tensor,
+    counts: Tensor,
+    limit: float,
+    e5m2: bool,
+    observe: bool,
+    transpose: bool,
+    column_sums: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    # A cold scale needs the amax first, for which the result has to be there.
+    if x.is_cuda and x.numel() and not is_cold(scale) and kernels() is not None:
+        from fp8patch.ops.triton.quantize import quantize as kernel
+
+        rows, rows_t, scale_inv, sums = kernel(
+            x.contiguous(),
+            scale,
+            amax,
+            counts,
+            limit,
+            numerics.E5M2 if e5m2 else numerics.E4M3,
+            live=False,
+            observe=observe,
+            transpose=transpose,
+            column_sums=column_sums,
+            form=form,
+            y=None if y is None else y.contiguous(),
+        )
+    else:
+        value = FORMS[form](x, x if y is None else y)
+        rows, rows_t, scale_inv, sums = quantize_now(
+            value, scale, amax, counts, limit, e5m2, False, observe, transpose, column_sums
+        )
+    return rows, rows_t, scale_inv, scale_inv.new_empty(0) if sums is None else sums
+
+
+def _fake(
+    x: Tensor, y: Tensor | None, form: str, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *slot_and_format, observe, transpose, column_sums = rest
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.fp8patch.quantize.default(
+        x, *slot_and_format, False, observe, transpose, column_sums
+    )
+    return outputs
+
+
+register(
+    "quantize_form(Tensor x, Tensor? y, str form, Tensor scale, Tensor amax, Tensor counts, "
+    "float limit, bool e5m2, bool observe, bool transpose, bool column_sums) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _now,
+    _fake,
+)

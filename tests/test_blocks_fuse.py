@@ -1,0 +1,261 @@
+"""The pass that makes an activation and a cast one operator, on the graphs that Inductor gets."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+
+import fp8patch
+from fp8patch.blocks import fuse as fusing
+from fp8patch.blocks import run
+from fp8patch.inspect.metrics import metrics
+from fp8patch.ops import quantize_form
+
+transformers = pytest.importorskip("transformers")
+
+# Dynamo's and Inductor's own.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning"),
+]
+
+D = 32
+CAST = "fp8patch.quantize.default"
+
+
+@pytest.fixture(autouse=True)
+def _reset() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Graphs:
+    """A backend: Inductor up to the point where it would write code, run as it is.
+
+    Attributes:
+        casts: By graph, how often each cast is in it: CAST, or the form of one that has a form.
+        saved: By forward graph, shapes and dtypes of what it returns.
+    """
+
+    def __init__(self, fuse: bool) -> None:
+        self.casts: list[Counter[str]] = []
+        self.saved: list[Any] = []
+        self._options = run._for_inductor(graphs=False) if fuse else {}
+
+    def __call__(self, gm: Any, inputs: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(gm, inputs, inner_compile=self._inner, config_patches=self._options)
+
+    def _inner(self, gm: Any, inputs: Any, **kwargs: Any) -> Any:
+        from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
+        from torch._inductor.virtualized import V
+
+        view_to_reshape(gm)
+        with V.set_fake_mode(torch._guards.detect_fake_mode(inputs)):
+            post_grad_passes(gm, is_inference=False)
+        gm.recompile()
+        gm.graph.lint()
+        named = [(str(node.target), node) for node in gm.graph.nodes]
+        casts = [CAST for name, _ in named if name == CAST]
+        casts += [node.args[2] for name, node in named if "quantize_form" in name]
+        self.casts.append(Counter(casts))
+        if not kwargs.get("is_backward"):
+            results = gm.graph.output_node().args[0]
+            vals = [n.meta["val"] for n in results if isinstance(n, torch.fx.Node)]
+            self.saved.append([(v.shape, v.dtype) for v in vals if isinstance(v, Tensor)])
+        return make_boxed_func(gm.forward)
+
+
+class Mlp(nn.Module):
+    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(self.activation(self.up(x)))
+        return y
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(D, 2 * D, bias=False), nn.Linear(D, 2 * D, bias=False)
+        self.down = nn.Linear(2 * D, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return y
+
+
+class Model(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(D))
+        self.blocks = nn.ModuleList([block() for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def train(
+    block: Callable[[], nn.Module], fuse: bool, steps: int = 3
+) -> tuple[list[Tensor], Graphs]:
+    """Outputs, gradients and slots of a few steps, and the graphs."""
+    torch.manual_seed(0)
+    model: Any = fp8patch.convert_model(Model(block), include=("*",))
+    graphs = Graphs(fuse)
+    fp8patch.compile_blocks(model, backend=graphs)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    seen = []
+    for step in range(steps):
+        # The last batch has another shape: sizes that move.
+        x = torch.randn(2, 16 if step < steps - 1 else 9, D)
+        with torch.autocast("cpu", torch.bfloat16), fp8patch.autocast(backend="emulate"):
+            y = model(x)
+        y.float().square().mean().backward()
+        seen += [y.detach(), *(p.grad.clone() for p in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    seen.append(torch.tensor(list(metrics(model).values())))
+    return seen, graphs
+
+
+def gelu() -> nn.Module:
+    return Mlp(nn.GELU())
+
+
+def gelu_tanh() -> nn.Module:
+    return Mlp(nn.GELU(approximate="tanh"))
+
+
+# By block: what its casts are in forward and in backward.
+CASES: dict[Any, tuple[dict[str, int], dict[str, int]]] = {
+    gelu: ({CAST: 1, "gelu": 1}, {CAST: 1, "gelu_backward": 1}),
+    gelu_tanh: ({CAST: 1, "gelu_tanh": 1}, {CAST: 1, "gelu_tanh_backward": 1}),
+    Gated: ({CAST: 1, "silu_mul": 1}, {CAST: 3}),
+}
+
+
+@pytest.mark.parametrize("block", CASES)
+def test_one_operator_and_not_another_bit(block: Callable[[], nn.Module]) -> None:
+    apart, before = train(block, fuse=False)
+    fused, after = train(block, fuse=True)
+    forward, backward = CASES[block]
+    # Twice: for the first shape, and for all others.
+    assert after.casts == [forward, backward] * 2
+    assert all(casts.keys() == {CAST} for casts in before.casts)
+    assert after.saved == before.saved
+    assert all(torch.equal(a, b) for a, b in zip(apart, fused, strict=True))
+
+
+def test_a_wrong_form_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart, _ = train(gelu, fuse=False, steps=2)
+    monkeypatch.setitem(quantize_form.FORMS, "gelu", quantize_form.FORMS["gelu_tanh"])
+    fused, _ = train(gelu, fuse=True, steps=2)
+    assert not all(torch.equal(a, b) for a, b in zip(apart, fused, strict=True))
+
+
+class Leaky(Mlp):
+    """What comes out of the activation is read twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.activation(self.up(x))
+        y: Tensor = x + self.down(h) + h[..., :D]
+        return y
+
+
+def leaky() -> nn.Module:
+    return Leaky(nn.GELU())
+
+
+def nearly_gelu() -> nn.Module:
+    return Mlp(lambda x: x * 0.5 * (torch.erf(x * 0.7) + 1))
+
+
+@pytest.mark.parametrize("block", [leaky, nearly_gelu])
+def test_left_as_it_is(block: Callable[[], nn.Module]) -> None:
+    _, graphs = train(block, fuse=True, steps=2)
+    assert graphs.casts[0] == {CAST: 2}
+
+
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_blocks_of_hugging_face(name: str) -> None:
+    sizes = {
+        "hidden_size": D,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 2 * D,
+    }
+    if name == "bert":
+        config: Any = transformers.BertConfig(**sizes, vocab_size=64)
+        inputs = {"input_ids": torch.arange(32).view(2, 16)}
+    else:
+        config = transformers.ViTConfig(**sizes, image_size=16, patch_size=4)
+        inputs = {"pixel_values": torch.ones(2, 3, 16, 16)}
+    model = transformers.AutoModel.from_config(config)
+    model = fp8patch.convert_model(model, include=("*layer*",))
+    graphs = Graphs(fuse=True)
+    fp8patch.compile_blocks(model, backend=graphs)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16), fp8patch.autocast(backend="emulate"):
+            model(**inputs).last_hidden_state.float().square().mean().backward()
+    forward, backward = graphs.casts
+    assert (forward["gelu"], backward["gelu_backward"]) == (1, 1)
+
+
+def test_inductor_takes_the_options() -> None:
+    options = run._for_inductor(graphs=True)
+    assert options["triton.cudagraphs"]
+    assert torch.compile(lambda x: x, options=dict(options)) is not None
+    # A pass that somebody else has set stays.
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=lambda graph: None):
+        assert run._for_inductor(graphs=False) == {}
+
+
+def losses_on_a_gpu(graphs: bool) -> list[float]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any = fp8patch.convert_model(Model(gelu).cuda(), include=("*",))
+    fp8patch.compile_blocks(model, cuda_graphs=graphs)
+    caches = torch._inductor.config.patch(force_disable_caches=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for _ in range(5):
+        x = torch.randn(2, 16, D, generator=torch.Generator().manual_seed(1)).cuda()
+        with caches:
+            with torch.autocast("cuda", torch.bfloat16), fp8patch.autocast(backend="fp8"):
+                y = model(x)
+            loss = y.float().square().mean()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*force_disable_caches:UserWarning")
+@pytest.mark.parametrize("graphs", [False, True], ids=["compiled", "graphs"])
+def test_inductors_own_code(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    plain = fusing._fuse
+    monkeypatch.setattr(fusing, "_fuse", lambda *args: calls.append(plain(*args)) or calls[-1])
+    fused = losses_on_a_gpu(graphs)
+    assert calls == [False, True] * 2
+    monkeypatch.setattr(run, "_for_inductor", lambda graphs: {"triton.cudagraphs": graphs})
+    apart = losses_on_a_gpu(graphs)
+    assert len(calls) == 4
+    # Some FP8 values are one step off.
+    assert fused == pytest.approx(apart, rel=1e-3)
+    assert apart[-1] < apart[0]
