@@ -33,8 +33,7 @@ CASES = [
 # Programs of 2, 4, 8 and 16 warps, with 16 or 32 values a thread.
 FUSED = [
     (16, 128, 2), (16, 128, 4), (16, 256, 4), (32, 128, 4), (16, 256, 8), (32, 128, 8),
-    (16, 512, 8), (32, 256, 8), (16, 1024, 16), (32, 512, 16), (16, 256, 4, ".cs"),
-    (16, 512, 8, ".cs"),
+    (16, 512, 8), (32, 256, 8), (16, 1024, 16), (32, 512, 16),
 ]  # fmt: skip
 _Job = tuple[str, tuple[int, int], torch.dtype, torch.dtype, tuple[Any, ...]]
 

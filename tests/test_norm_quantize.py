@@ -137,7 +137,7 @@ how = dict(live=False, observe=True, transpose=True, column_sums=False)
 torch.manual_seed(0)
 for (rows, cols), tile in (
     ((1, 16), Tile(16, 128, 4)), ((13, 48), Tile(32, 32, 4)), ((33, 130), Tile(16, 64, 4)),
-    ((16, 256), Tile(16, 128, 4, ".cs")),
+    ((16, 256), Tile(16, 128, 4)),
 ):
     for center, dtype in ((True, torch.float32), (False, torch.bfloat16)):
         where = rows, cols, center

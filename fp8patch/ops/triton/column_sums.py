@@ -33,9 +33,9 @@ from fp8patch.ops.triton.cast_tile import (
 from fp8patch.ops.triton.forms import formed
 from fp8patch.ops.triton.launch import Launcher, blocks_of, size_class
 
-# How many programs to aim at: as many as an H200 runs at once, at 128 registers a thread; and with
-# a form (forms.py), at 96 registers and twice the warps.
-PROGRAMS, PROGRAMS_FORMED = 1056, 660
+# How many programs to aim at, and with a form (forms.py): found with scripts/tune_quantize.py on an
+# H200, which runs about as many at once.
+PROGRAMS, PROGRAMS_FORMED = 528, 660
 # Tiles of a program, so that the count of its elements is exact as an FP32 number.
 _LONGEST = 1024
 

@@ -26,11 +26,11 @@ from fp8patch.ops.triton.column_sums import cast_and_add
 from fp8patch.ops.triton.launch import Launcher, blocks_of, empty_matrix, size_class
 from fp8patch.ops.triton.packing import ASSEMBLY
 
-# Rows, columns and warps of a tile: of two-byte values, of FP32, and of any with column sums. The
-# first two were found with scripts/tune_quantize.py on an H200, where they reach 85 to 95 % of the
-# speed of a copy. Those of values with a form were chosen by their registers; nothing spills.
-_NARROW, _WIDE, _SUMS = (64, 64, 2), (64, 64, 4), (32, 64, 2)
-_FORMED, _FORMED_SUMS = (64, 64, 4), (32, 64, 4)
+# Rows, columns and warps of a tile: of two-byte values, of FP32, and of values with a form; with
+# column sums, the same. Found with scripts/tune_quantize.py on an H200, where casts of 25 MB and
+# more reach 85 to 95 % of the speed of a copy, 66 to 84 with column sums, and 63 to 85 with a form.
+_NARROW, _WIDE, _FORMED = (64, 64, 2), (64, 64, 4), (32, 64, 2)
+_NARROW_SUMS, _WIDE_SUMS, _FORMED_SUMS = (64, 64, 4), (32, 64, 2), (32, 64, 4)
 _AMAX_TILE = (32, 256, 8)
 
 
@@ -100,9 +100,9 @@ def tile_of(dtype: torch.dtype, column_sums: bool, form: str) -> tuple[int, int,
     """Rows, columns and warps of a tile for values of `dtype`."""
     if form:
         return _FORMED_SUMS if column_sums else _FORMED
-    if column_sums:
-        return _SUMS
-    return _WIDE if dtype == torch.float32 else _NARROW
+    if dtype == torch.float32:
+        return _WIDE_SUMS if column_sums else _WIDE
+    return _NARROW_SUMS if column_sums else _NARROW
 
 
 def live_amax(x: Tensor) -> Tensor:
