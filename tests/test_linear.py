@@ -266,6 +266,19 @@ def test_the_output_may_be_edited_in_place(conv1d: bool) -> None:
 
 
 @kinds
+def test_a_layer_is_one_node_of_autograd(conv1d: bool) -> None:
+    """Each node costs CPU time, forward and backward."""
+    layer, _ = make(conv1d)
+    x = tokens(2, 3, K).requires_grad_()
+    with fp8patch.autocast(backend="emulate"):
+        node = layer(x).grad_fn
+    assert node.name() == "Float8GemmsBackward"
+    assert [after.name() for after, _ in node.next_functions[:3]] == [
+        "torch::autograd::AccumulateGrad"
+    ] * 3
+
+
+@kinds
 def test_a_second_derivative_is_refused_clearly(conv1d: bool) -> None:
     layer, _ = make(conv1d)
     x = tokens(3, K).requires_grad_()

@@ -20,6 +20,7 @@ from fp8patch.modules.gemms import (
     GemmSpec,
     Operands,
     cast_input,
+    rows_of,
     run_gemms,
     shared_input,
 )
@@ -266,7 +267,7 @@ def _forward_in_eager(module: Any, input: Tensor, region: regions.Region) -> Ten
     prepare(module, observe, region.calibrating)
     spec = make_spec(module, input, region, precision, observe)
     if region.execution == "observe":
-        cast_input(input.reshape(-1, input.shape[-1]), module._fp8_input_slot, spec, False)
+        cast_input(rows_of(input), module._fp8_input_slot, spec, False)
         return stock_forward(module, input)  # type: ignore[no-any-return]
     observation = module._fp8_bank.observation
     if observation is not None and observe:
@@ -298,20 +299,15 @@ def _run(
     spec: GemmSpec,
     bias_copy: Tensor | None = None,
 ) -> Tensor:
-    rows = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
     weight_q, slot, grad_slot = module._fp8_weight_q, module._fp8_input_slot, module._fp8_grad_slot
     output: Tensor
     if torch.compiler.is_compiling():
         operands = Operands(weight_q, None, slot, grad_slot)
-        output = Float8Gemms.apply(rows, weight, bias, operands, spec)  # type: ignore[no-untyped-call]
+        output = Float8Gemms.apply(input, weight, bias, operands, spec)  # type: ignore[no-untyped-call]
     else:
-        input_q = shared_input(input, rows, slot, spec, weight)
+        input_q = shared_input(input, slot, spec, weight)
         operands = Operands(weight_q, input_q, slot, grad_slot, bias_copy)
-        output = run_gemms(rows, weight, bias, operands, spec)
-    if input.dim() != 2:
-        # As nn.Linear: its output is no view, so that the caller may edit it in place.
-        shape = [*input.shape[:-1], output.shape[-1]]
-        output = torch.ops.aten._unsafe_view.default(output, shape)
+        output = run_gemms(input, weight, bias, operands, spec)
     return output
 
 

@@ -7,8 +7,9 @@
 What is kept for backward is FP8: the transpose of the quantised input, and the quantised weight. A
 GEMM that the recipe keeps in `bf16` keeps its operands in the output's dtype instead.
 
-Everything is 2-D inside: a custom Function that returned a view would forbid the caller to edit its
-output in place (DeBERTa adds a bias to it).
+Everything is 2-D inside. Leading dimensions are folded and unfolded in the Function: outside it,
+that would be two more nodes of autograd's a layer. The output is no view, as nn.Linear's: a custom
+Function that returned one would forbid the caller to edit it in place (DeBERTa adds a bias to it).
 """
 
 from collections.abc import Hashable
@@ -111,12 +112,15 @@ def input_key(slot: Slot, spec: "GemmSpec", transpose: bool) -> Hashable:
     return (id(slot.amax), spec.rowwise, spec.live, spec.observe, spec.input_limit, transpose)
 
 
-def shared_input(
-    input: Tensor, rows: Tensor, slot: Slot, spec: "GemmSpec", weight: Tensor
-) -> Quantized | None:
+def rows_of(x: Tensor) -> Tensor:
+    """[..., K] as [M, K]."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def shared_input(input: Tensor, slot: Slot, spec: "GemmSpec", weight: Tensor) -> Quantized | None:
     """The quantised input [..., K] of a layer, made once for all siblings; None if none is needed.
 
-    `rows` is the same input as [M, K]. Eager only.
+    Eager only.
     """
     transpose = needs_transpose(spec, weight)
     if not (spec.fprop or transpose):
@@ -124,7 +128,7 @@ def shared_input(
     key = input_key(slot, spec, transpose)
     known: Quantized | None = recall(input, key)
     if known is None:
-        known = cast_input(rows, slot, spec, transpose)
+        known = cast_input(rows_of(input.detach()), slot, spec, transpose)
         remember(input, key, known)
     return known
 
@@ -174,7 +178,7 @@ class Operands(NamedTuple):
 
 
 class Float8Gemms(torch.autograd.Function):
-    """(input [M, K], weight, bias [N] or None, operands, spec) -> output [M, N]."""
+    """(input [..., K], weight, bias [N] or None, operands, spec) -> output [..., N]."""
 
     @staticmethod
     def forward(
@@ -193,10 +197,10 @@ class Float8Gemms(torch.autograd.Function):
         need_input, need_weight = spec.save and needs[0], spec.save and needs[1]
         wgrad_fp8 = need_weight and spec.wgrad
         features = weight.shape[1] if spec.in_out else weight.shape[0]
-        ctx.features = features, input.shape[1]
+        ctx.features = features, input.shape[-1]
 
         if input_q is None and (spec.fprop or wgrad_fp8):
-            input_q = cast_input(input, input_slot, spec, wgrad_fp8)
+            input_q = cast_input(rows_of(input), input_slot, spec, wgrad_fp8)
         if spec.fprop:
             assert input_q is not None
             # [M, K] @ [N, K]^T; both padded to multiples of 16 where the recipe pads.
@@ -204,12 +208,12 @@ class Float8Gemms(torch.autograd.Function):
             output = _fprop(input_q, weight_q, added, spec, features)
         else:
             matrix = weight if spec.in_out else weight.t()
-            output = _mm(input, matrix, spec.out_dtype)
+            output = _mm(rows_of(input), matrix, spec.out_dtype)
             if bias is not None:
                 output = output + bias.to(spec.out_dtype)
 
-        saved_input = input if need_weight and not spec.wgrad else None
-        saved_input = None if saved_input is None else saved_input.to(spec.out_dtype)
+        keep = need_weight and not spec.wgrad
+        saved_input = rows_of(input).to(spec.out_dtype) if keep else None
         kept = input_q if wgrad_fp8 else None
         ctx.save_for_backward(
             saved_input,
@@ -219,6 +223,9 @@ class Float8Gemms(torch.autograd.Function):
             weight_q.rows_t if need_input and spec.dgrad else None,
             weight_q.scale_inv_t if need_input and spec.dgrad else None,
         )
+        if input.dim() != 2:
+            shape = [*input.shape[:-1], features]
+            output = torch.ops.aten._unsafe_view.default(output, shape)
         return output
 
     @staticmethod
@@ -228,6 +235,7 @@ class Float8Gemms(torch.autograd.Function):
         input, weight, input_t, input_inv_t, weight_t, weight_inv_t = ctx.saved_tensors
         need_input, need_weight, need_bias, *_ = ctx.needs_input_grad
         n, k = ctx.features
+        leading, grad_output = grad_output.shape[:-1], rows_of(grad_output)
         input_dtype, weight_dtype = ctx.dtypes
 
         wgrad_fp8 = need_weight and spec.wgrad
@@ -262,6 +270,8 @@ class Float8Gemms(torch.autograd.Function):
         elif need_weight:
             a, b = (input.t(), grad_output) if spec.in_out else (grad_output.t(), input)
             grad_weight = _mm(a, b, spec.out_dtype).to(weight_dtype)
+        if grad_input is not None and len(leading) != 1:
+            grad_input = grad_input.reshape(*leading, k)
         return grad_input, grad_weight, grad_bias if need_bias else None, None, None
 
 
