@@ -68,6 +68,9 @@ class Bank:
         self.casts: dict[Any, Any] = {}
         # The last outermost entry (regions.py) that was seen; weights are checked once an entry.
         self.entry = -1
+        # Whoever compiled the blocks asks for the weights when the first of them is called: what the
+        # model reads back before (a mask) then waits for no cast, and the GPU has it to do after.
+        self.late = self._late = False
         # Scales move only where amax are reduced over a group: a call that one rank makes by itself
         # (of the module inside DDP) must neither wait for the others nor get ahead of them.
         self.collective = False
@@ -302,6 +305,17 @@ class Bank:
         if training and not self.observed and self.observation is None:
             self.observation = Observation()
         # Here and not only in each module's forward: a compiled forward can't look.
+        self._late = training and self.late
+        if not self._late:
+            self._refresh(training)
+
+    def refresh_late(self) -> None:
+        """Quantise the weights of this forward now, if that was left for later (`late`)."""
+        if self._late:
+            self._late = False
+            self._refresh(True)
+
+    def _refresh(self, training: bool) -> None:
         if members := list(self.members()):
             members[0].refresh_weights(members, training)
 

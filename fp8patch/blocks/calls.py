@@ -75,6 +75,9 @@ class Caller:
         return self._mode
 
     def _decide(self) -> Mode:
+        for call in regions.state.roots:
+            bank: Any = call.root._fp8_bank
+            bank.refresh_late()
         if any(call.caching for call in _state.calls):
             messages.once(
                 "caching",

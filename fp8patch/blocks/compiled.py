@@ -112,6 +112,12 @@ class CompiledBlocks:
         for part in parts:
             watch(part, caller)
             self._parts.append(weakref.ref(part))
+        self._banks: weakref.WeakSet[Any] = weakref.WeakSet()
+        if not self._taken and not _compiled_elsewhere(model, self._calls):
+            found = {id(bank): bank for m in model.modules() if (bank := _bank(m)) is not None}
+            for bank in found.values():
+                bank.late = True
+                self._banks.add(bank)
 
     @property
     def left(self) -> dict[str, str]:
@@ -134,7 +140,20 @@ class CompiledBlocks:
             module = part()
             if module is not None:
                 unwatch(module)
+        for bank in self._banks:
+            bank.late = False
         self._calls, self._parts = [], []
+
+
+def _bank(module: nn.Module) -> Any:
+    return getattr(module, "_fp8_bank", None)
+
+
+def _compiled_elsewhere(model: nn.Module, calls: list[Any]) -> bool:
+    """Is something else in it compiled, which would read weights that nobody has asked for?"""
+    ours = [reference() for reference, _ in calls]
+    compiled = [m for m in model.modules() if m._compiled_call_impl is not None]
+    return any(all(module is not block for block in ours) for module in compiled)
 
 
 def _name(group: list[Block]) -> str:
