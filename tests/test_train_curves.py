@@ -152,3 +152,12 @@ def test_ranks_that_differ_are_found(scripts: Any, what: str | None, fault: dict
     runs |= {("bf16", ranks): run("bf16", ranks) for ranks in (1, 2)}
     failed = [row[0] for row in module.check(runs, 4) if not row[1]]
     assert failed == ([] if what is None else [what])
+
+
+def test_norm_output(scripts: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert scripts("check_norm_output").main(["--tiny"]) == 0
+    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()[2:]]
+    logits = {row[0].strip(): float(row[1]) for row in rows}
+    assert logits["BF16"] > 40
+    assert 25 < logits["FP8, norms BF16"] < 35
+    assert abs(logits["FP8, norms BF16"] - logits["FP8, norms FP32"]) < 2
