@@ -246,6 +246,8 @@ def losses_on_a_gpu(graphs: bool) -> list[float]:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*force_disable_caches:UserWarning")
+# PyTorch makes an empty one first, on purpose, to have a pool.
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 @pytest.mark.parametrize("graphs", [False, True], ids=["compiled", "graphs"])
 def test_inductors_own_code(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[bool] = []
