@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_blocks import D, Block, Model, compile_blocks, convert, equal, step
+from test_blocks import Block, D, Model, compile_blocks, convert, equal, step
 from torch import Tensor, nn
 
 from fp8patch.modules import base
