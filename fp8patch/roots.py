@@ -89,6 +89,7 @@ def enter_root(root: Any, args: Any) -> None:
             if again and not state.roots and (members := list(bank.members())):
                 # One more evaluation: other weights may have been loaded since the last one, and
                 # what is compiled does not look.
+                bank.catch_up()
                 members[0].refresh_weights(members, training)
         if training and bank.observation is not None and not state.roots:
             call.contexts = _observing(bank)
@@ -159,8 +160,9 @@ def leave_root(root: nn.Module, args: Any, output: Any) -> None:
     set_region(call.previous)
     if output is None and sys.exc_info()[0] is not None:
         return  # The forward has raised.
+    bank: Any = root._fp8_bank
+    bank.catch_up()  # (Nothing has asked for a weight.)
     if call.training and not state.roots and region is not None and not region.reopened:
-        bank: Any = root._fp8_bank
         if bank.observation is not None:
             bank.observation.saw_result(output)
         armed = arm_backward(output, bank, region)
@@ -186,6 +188,7 @@ def enter_module(bank: Bank, region: Region) -> bool:
     if training and not state.roots and bank.due:
         new_entry(training)
     bank.enter(state.entry, training, region.group)
+    bank.catch_up()
     if region.calibrating:
         region.banks[bank] = None
     return training or region.calibrating

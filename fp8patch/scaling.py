@@ -8,7 +8,7 @@ therefore see the same scales.
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -70,7 +70,8 @@ class Bank:
         self.entry = -1
         # Whoever compiled the blocks asks for the weights when the first of them is called: what the
         # model reads back before (a mask) then waits for no cast, and the GPU has it to do after.
-        self.late = self._late = False
+        self.late = self._deferring = False
+        self.deferred: list[Callable[[], None]] = []
         # Scales move only where amax are reduced over a group: a call that one rank makes by itself
         # (of the module inside DDP) must neither wait for the others nor get ahead of them.
         self.collective = False
@@ -300,24 +301,28 @@ class Bank:
         if self.entry == entry:
             return
         self.entry = entry
+        self.catch_up()  # (of a forward that was interrupted)
         if training and self.due and (group is not None or not self.collective):
             self.update(group)
         if training and not self.observed and self.observation is None:
             self.observation = Observation()
+        self._deferring = training and self.late
         # Here and not only in each module's forward: a compiled forward can't look.
-        self._late = training and self.late
-        if not self._late:
-            self._refresh(training)
-
-    def refresh_late(self) -> None:
-        """Quantise the weights of this forward now, if that was left for later (`late`)."""
-        if self._late:
-            self._late = False
-            self._refresh(True)
-
-    def _refresh(self, training: bool) -> None:
         if members := list(self.members()):
             members[0].refresh_weights(members, training)
+        self._deferring = False
+
+    def defer(self, launch: Callable[[], None]) -> None:
+        """Call `launch` now, or (`late`) when something asks for the weights."""
+        if self._deferring:
+            self.deferred.append(launch)
+        else:
+            launch()
+
+    def catch_up(self) -> None:
+        """Make the casts of weights that were left for later."""
+        while self.deferred:
+            self.deferred.pop(0)()
 
     def update(self, group: Any = None) -> None:
         """Roll, rescale, and act on what the first step showed."""

@@ -1,5 +1,6 @@
-"""Weights of a model with compiled blocks are quantised where its first block is called."""
+"""Weights of a model with compiled blocks are quantised where something first asks for one."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from test_blocks import Block, D, Model, compile_blocks, convert, equal, step
 from torch import Tensor, nn
 
+import fp8patch
 from fp8patch.modules import base
 
 pytestmark = [
@@ -52,29 +54,68 @@ def build() -> Any:
     return convert(Embedded())
 
 
-def test_once_a_step_and_between_what_is_before_and_the_blocks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    eager, compiled = build(), build()
-    expected = trained(eager)
-    stock = base.refresh_together
+def deferring(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    """As on a GPU, where all weights are one launch: here they are as many as there are."""
+    stock, bank = base.refresh_together, model._fp8_bank
 
-    def noted(members: Any, observe: bool) -> Any:
-        if observe:
-            compiled.events.append("weights")
-        return stock(members, observe)
+    def quantize(members: Any, observe: bool) -> None:
+        model.events.append("weights")
+        for module in stock(members, observe):
+            module.refresh_weight(observe)
 
-    monkeypatch.setattr(base, "refresh_together", noted)
-    found, counter = compile_blocks(compiled)
-    assert equal(trained(compiled), expected)
+    def refresh_together(members: Any, observe: bool) -> Any:
+        bank.defer(partial(quantize, members, observe))
+        return []
+
+    monkeypatch.setattr(base, "refresh_together", refresh_together)
+
+
+def of_training(model: Any) -> list[list[str]]:
+    calls = [e.split() for e in " ".join(model.events).split("begins")]
+    return [call for call in calls if "weights" in call]
+
+
+def test_once_a_step_and_after_what_is_before_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = trained(build())
+    model = build()
+    deferring(monkeypatch, model)
+    found, counter = compile_blocks(model)
+    # Something in FP8 before the blocks asks for the weights; nothing else does.
+    assert equal(trained(model), expected)
     assert counter.frame_count
     assert found.left == {}
-    training = [e for e in " ".join(compiled.events).split("begins") if "weights" in e]
-    assert [e.split() for e in training] == [["blocks", "weights", "blocks", "are", "done"]] * 4
+    # (In the first step no weight is known yet.)
+    assert of_training(model) == [["weights", "blocks", "blocks", "are", "done"]] * 3
+    monkeypatch.setattr(model, "first", nn.Identity())
+    model.events.clear()
+    trained(model)
+    assert of_training(model) == [["blocks", "weights", "blocks", "are", "done"]] * 4
     found.undo()
-    compiled.events.clear()
-    step(compiled, torch.randn(4, 8, D), None)
-    assert compiled.events[0] == "weights"  # at the door, as without compiled blocks
+    model.events.clear()
+    step(model, torch.randn(4, 8, D), None)
+    assert model.events[0] == "weights"  # at the door, as without compiled blocks
+
+
+def test_a_forward_that_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, model = trained(build()), build()
+    deferring(monkeypatch, model)
+    compile_blocks(model)
+
+    def interrupt(module: Any, args: Any) -> None:
+        if len(model.events) == 1:
+            raise KeyboardInterrupt
+
+    seen = trained(model, 2)
+    hook = model.register_forward_pre_hook(lambda *_: model.events.clear())
+    model.first.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        step(model, torch.randn(4, 8, D), None)
+    hook.remove()
+    model.events.append("goes on")
+    assert len(seen) == len(expected) // 2
+    assert model._fp8_bank.deferred
+    step(model, torch.randn(4, 8, D), None)
+    assert not model._fp8_bank.deferred
 
 
 def test_not_where_somebody_else_compiled_a_part_of_it() -> None:
@@ -88,8 +129,9 @@ def test_not_where_somebody_else_compiled_a_part_of_it() -> None:
 def test_forgotten_weights_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the first test relies on: nobody else quantises what a compiled block reads."""
     expected = trained(build())
-    monkeypatch.setattr(type(build()._fp8_bank), "refresh_late", lambda bank: None)
     model = build()
+    deferring(monkeypatch, model)
+    monkeypatch.setattr(type(model._fp8_bank), "catch_up", lambda bank: None)
     compile_blocks(model)
     assert not equal(trained(model), expected)
 
@@ -98,3 +140,40 @@ def test_the_block_of_the_other_tests_defers_too() -> None:
     model = convert(Model(Block))
     compile_blocks(model)
     assert model._fp8_bank.late
+
+
+def on_a_gpu(model: Any) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for at in range(5):
+        x = torch.randn(4, 8, D, generator=torch.Generator().manual_seed(at)).cuda()
+        with torch.autocast("cuda", torch.bfloat16), fp8patch.autocast(backend="fp8"):
+            y = model(x)
+        y.float().square().mean().backward()
+        seen += [y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [Model, Embedded])
+def test_all_weights_in_one_launch(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made() -> Any:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        return convert(kind().cuda())
+
+    expected = on_a_gpu(made())
+    model = made()
+    compile_blocks(model)
+    waiting: list[int] = []
+    stock = type(model._fp8_bank).catch_up
+    noted = lambda bank: (waiting.append(len(bank.deferred)), stock(bank))[1]  # noqa: E731
+    monkeypatch.setattr(type(model._fp8_bank), "catch_up", noted)
+    assert equal(on_a_gpu(model), expected)
+    assert max(waiting) == 1
+    model = made()
+    compile_blocks(model)
+    monkeypatch.setattr(type(model._fp8_bank), "catch_up", lambda bank: None)
+    assert not equal(on_a_gpu(model), expected)

@@ -77,7 +77,7 @@ class Caller:
     def _decide(self) -> Mode:
         for call in regions.state.roots:
             bank: Any = call.root._fp8_bank
-            bank.refresh_late()
+            bank.catch_up()
         if any(call.caching for call in _state.calls):
             messages.once(
                 "caching",

@@ -5,6 +5,7 @@ GPU) is left to `prepare`, one weight at a time.
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ def _cast(group: _Group, modules: list[Any]) -> bool:
         return False
     # What live amax are brought to; without a history there is no margin, so it is one for all.
     largest = limit(modules[0]._fp8_recipe, WEIGHT)
-    casts.run(largest, live=group[3], observe=group[2])
+    bank.defer(partial(casts.run, largest, live=group[3], observe=group[2]))
     return True
 
 
