@@ -223,10 +223,10 @@ def test_inductor_takes_the_options() -> None:
         assert run._for_inductor(graphs=False) == {}
 
 
-def losses_on_a_gpu(graphs: bool) -> list[float]:
+def losses_on_a_gpu(graphs: bool, block: Callable[[], nn.Module] = gelu) -> list[float]:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model: Any = fp8patch.convert_model(Model(gelu).cuda(), include=("*",))
+    model: Any = fp8patch.convert_model(Model(block).cuda(), include=("*",))
     fp8patch.compile_blocks(model, cuda_graphs=graphs)
     caches = torch._inductor.config.patch(force_disable_caches=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
+from fp8patch.blocks import fuse_parts
 from fp8patch.ops import quantize_form
 
 _aten = torch.ops.aten
@@ -155,11 +156,11 @@ class FuseCasts(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         casts = graph.find_nodes(op="call_function", target=torch.ops.fp8patch.quantize.default)
-        if sum(_fuse(graph, cast) for cast in casts):
+        if sum(_fuse(graph, cast) or fuse_parts.join(graph, cast) for cast in casts):
             graph.eliminate_dead_code()
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__,))
+        return get_hash_for_files((__file__, fuse_parts.__file__))
 
 
 FUSE_CASTS = FuseCasts()

@@ -59,7 +59,7 @@ def _near_less_zero(values, used, FLUSHES_TO: tl.constexpr):
 # `cols` is not specialised: as a constant 1 it makes neighbours zeros that are known to be equal,
 # and ptxas 12.8 converts a pair of equal registers wrongly (F2FP merges garbage in).
 @triton.jit(do_not_specialize=["cols", "tiles", "walk"])
-def _kernel(
+def cast_and_add_kernel(
     x, y, x_fp8, x_fp8_t, scale, scale_inv, bits, amax, counts, partial,
     limit, rows, cols, height, width, stride_m, stride_k, tiles, walk,
     LARGEST: tl.constexpr, CLIPS: tl.constexpr, FLUSHES_TO: tl.constexpr, FLOOR: tl.constexpr,
@@ -162,7 +162,7 @@ def _add_rows_kernel(partial, sums, rows, cols, width, BM: tl.constexpr, BK: tl.
     tl.store(sums + k, tl.sum(total, 0), mask=k < cols)
 
 
-_cast = Launcher(_kernel)
+_cast = Launcher(cast_and_add_kernel)
 _add_rows = Launcher(_add_rows_kernel)
 
 
@@ -176,11 +176,12 @@ def cast_and_add(
     warps: int,
     shape: tuple[int, int],
     formed: bool,
+    launch: Launcher = _cast,
 ) -> Tensor:
     """The launch of `quantize.quantize` (its arguments), over `down` times `across` tiles.
 
     Returns the sums over the rows of x, FP32 [K]; `shape` is K and K padded; `formed`: with a
-    form.
+    form; `launch` is of a kernel with the same last arguments.
     """
     cols, width = shape
     device = tensors[0].device
@@ -188,7 +189,7 @@ def cast_and_add(
     walk = min(blocks_of(down * across, programs), _LONGEST)
     rows = blocks_of(down, walk)
     partial = torch.empty_strided((rows * width,), (1,), dtype=torch.float32, device=device)
-    _cast(variant, rows * across, (*tensors, partial), (*numbers, down, walk), constants, warps)
+    launch(variant, rows * across, (*tensors, partial), (*numbers, down, walk), constants, warps)
     if rows == 1:
         return partial if cols == width else partial[:cols]
     sums = torch.empty_strided((cols,), (1,), dtype=torch.float32, device=device)

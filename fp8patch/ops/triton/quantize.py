@@ -48,7 +48,7 @@ def _amax_kernel(
 # `cols` is not specialised: as a constant 1 it makes neighbours zeros that are known to be equal,
 # and ptxas 12.8 converts a pair of equal registers wrongly (F2FP merges garbage in).
 @triton.jit(do_not_specialize=["cols"])
-def _quantize_kernel(
+def quantize_kernel(
     x, y, x_fp8, x_fp8_t, scale, scale_inv, bits, amax, counts,
     limit, rows, cols, height, width, stride_m, stride_k,
     LARGEST: tl.constexpr, CLIPS: tl.constexpr, FLUSHES_TO: tl.constexpr, FLOOR: tl.constexpr,
@@ -77,7 +77,7 @@ def _quantize_kernel(
             tl.atomic_add(counts + 3, (tl.zeros((), tl.int64) + rows) * cols, sem="relaxed")
 
 
-def _quantize_constants(
+def quantize_constants(
     dtype: torch.dtype, on_gpu: bool, flags: tuple[bool, ...], form: str, bm: int, bk: int
 ) -> dict[str, Any]:
     names = ("LIVE", "OBSERVE", "TRANSPOSE", "EVEN", "FULL")
@@ -92,7 +92,7 @@ def _quantize_constants(
     }
 
 
-_quantize = Launcher(_quantize_kernel)
+_quantize = Launcher(quantize_kernel)
 _amax = Launcher(_amax_kernel)
 
 
@@ -176,7 +176,7 @@ def quantize(
     numbers = limit, rows, cols, height, width, stride_m, stride_k
 
     def constants() -> dict[str, Any]:
-        return _quantize_constants(dtype, x.is_cuda, flags, form, bm, bk)
+        return quantize_constants(dtype, x.is_cuda, flags, form, bm, bk)
 
     sums = None
     if column_sums:

@@ -1,0 +1,85 @@
+"""`quantize_parts`: the cast of a matrix whose columns lie in several tensors, side by side.
+
+The gradients of queries, keys and values, where one Linear made all three, come from attention as
+three tensors. Joined first, they are read and written once more, for nothing but the cast.
+
+Nobody calls this operator: a pass over compiled blocks puts it in place of the joining and the
+cast. Arguments and outputs are those of `quantize` for `torch.cat(parts, 1)`, the parts being
+[M, K_i] of one dtype; there is no `live`. The outputs are those of `quantize` to the bit. Declared
+without mutation as well, for the reasons given there.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8patch import numerics
+from fp8patch.ops.norm import register
+from fp8patch.ops.quantize import is_cold, quantize_now
+
+# A part as wide as a multiple of this needs no joining on a GPU.
+COLUMNS = 64
+
+
+@cache
+def _kernels() -> Any:
+    """The Triton kernels, or None where there is no Triton (`quantize_now` says so)."""
+    try:
+        from fp8patch.ops.triton import parts
+    except ImportError:
+        return None
+    assert parts.COLUMNS == COLUMNS
+    return parts
+
+
+def _now(
+    parts: list[Tensor],
+    scale: Tensor,
+    amax: Tensor,
+    counts: Tensor,
+    limit: float,
+    e5m2: bool,
+    observe: bool,
+    transpose: bool,
+    column_sums: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    # A cold scale needs the amax first, of all parts.
+    kernels = _kernels() if parts[0].is_cuda and not is_cold(scale) else None
+    if kernels is not None and kernels.can_read(parts):
+        rows, rows_t, scale_inv, sums = kernels.quantize_parts(
+            parts,
+            scale,
+            amax,
+            counts,
+            limit,
+            numerics.E5M2 if e5m2 else numerics.E4M3,
+            observe=observe,
+            transpose=transpose,
+            column_sums=column_sums,
+        )
+    else:
+        x = torch.cat(parts, 1)
+        rows, rows_t, scale_inv, sums = quantize_now(
+            x, scale, amax, counts, limit, e5m2, False, observe, transpose, column_sums
+        )
+    return rows, rows_t, scale_inv, scale_inv.new_empty(0) if sums is None else sums
+
+
+def _fake(parts: list[Tensor], *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *slot_and_format, observe, transpose, column_sums = rest
+    x = parts[0].new_empty(parts[0].shape[0], sum(part.shape[1] for part in parts))
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.fp8patch.quantize.default(
+        x, *slot_and_format, False, observe, transpose, column_sums
+    )
+    return outputs
+
+
+register(
+    "quantize_parts(Tensor[] parts, Tensor scale, Tensor amax, Tensor counts, float limit, "
+    "bool e5m2, bool observe, bool transpose, bool column_sums) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _now,
+    _fake,
+)

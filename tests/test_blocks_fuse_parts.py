@@ -1,0 +1,235 @@
+"""The pass that lets a cast read the gradients of q, k and v where they lie."""
+
+import operator
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_blocks_fuse import D, Graphs, _reset, losses_on_a_gpu, train
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+
+from fp8patch.blocks import fuse_parts, run
+from fp8patch.blocks.fuse import FUSE_CASTS
+
+aten = torch.ops.aten
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning"),
+]
+_reset = _reset  # A fixture of every test here too.
+
+HEADS, DEPTH = 4, 16
+WIDTH = HEADS * DEPTH
+CAST, PARTS = "fp8patch.quantize.default", "fp8patch.quantize_parts.default"
+
+
+class Unbound(nn.Module):
+    """Attention as in timm."""
+
+    depth = DEPTH
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = HEADS * self.depth
+        self.qkv, self.proj = nn.Linear(D, 3 * width), nn.Linear(width, D)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o = nn.functional.scaled_dot_product_attention(q, k, v)
+        return o.transpose(1, 2).reshape(o.shape[0], o.shape[2], -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        qkv = self.qkv(x).reshape(batch, length, 3, HEADS, self.depth).permute(2, 0, 3, 1, 4)
+        y: Tensor = x + self.proj(self.attend(*qkv.unbind(0)))
+        return y
+
+
+def heads(qkv: Tensor) -> list[Tensor]:
+    parts = qkv.split(WIDTH, -1)
+    return [part.view(*part.shape[:2], HEADS, DEPTH).transpose(1, 2) for part in parts]
+
+
+class Split(Unbound):
+    """Attention as in GPT-2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.proj(self.attend(*heads(self.qkv(x))))
+        return y
+
+
+class Narrow(Unbound):
+    """Parts of 32 columns, half of a tile."""
+
+    depth = 8
+
+
+class Swapped(Unbound):
+    """Heads outside, q, k and v inside: parts that do not lie side by side."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        qkv = self.qkv(x).reshape(batch, length, HEADS, 3, DEPTH).permute(3, 0, 2, 1, 4)
+        y: Tensor = x + self.proj(self.attend(*qkv.unbind(0)))
+        return y
+
+
+class Computed(Split):
+    """One of the gradients goes through arithmetic before it is joined with the others."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().attend(q * q.sigmoid(), k, v)
+
+
+class Squared(Split):
+    """Something else adds to the gradient after the parts were joined."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(x)
+        y: Tensor = x + self.proj(self.attend(*heads(qkv))) + qkv.square().mean(-1, keepdim=True)
+        return y
+
+
+def casts_of(gm: Any) -> Counter[str]:
+    return Counter(str(node.target) for node in gm.graph.nodes if "quantize" in str(node.target))
+
+
+class Counted(Graphs):
+    """Also counts casts of parts.
+
+    Attributes:
+        parts: By graph, its casts of any kind.
+    """
+
+    def __init__(self, fuse: bool) -> None:
+        super().__init__(fuse)
+        self.parts: list[Counter[str]] = []
+
+    def _inner(self, gm: Any, inputs: Any, **kwargs: Any) -> Any:
+        result = super()._inner(gm, inputs, **kwargs)
+        self.parts.append(casts_of(gm))
+        return result
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("test_blocks_fuse.Graphs", Counted)
+
+
+Block = Callable[[], nn.Module]
+
+
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize("block", [Unbound, Split])
+def test_one_operator_and_not_another_bit(block: Block) -> None:
+    apart, before = train(block, fuse=False)
+    fused, after = train(block, fuse=True)
+    assert isinstance(before, Counted)
+    assert isinstance(after, Counted)
+    # Forward and backward; twice: for the first shape, and for all others.
+    assert after.parts == [{CAST: 2}, {CAST: 1, PARTS: 1}] * 2
+    assert before.parts == [{CAST: 2}] * 4
+    assert all(torch.equal(a, b) for a, b in zip(apart, fused, strict=True))
+
+
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize("block", [Narrow, Swapped, Computed, Squared])
+def test_left_as_it_is(block: Block) -> None:
+    _, graphs = train(block, fuse=True, steps=2)
+    assert isinstance(graphs, Counted)
+    assert all(PARTS not in casts for casts in graphs.parts)
+
+
+def test_parts_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart, _ = train(Split, fuse=False, steps=2)
+    plain = fuse_parts._parts
+    monkeypatch.setattr(fuse_parts, "_parts", lambda x: (f := plain(x)) and f[::-1])
+    fused, _ = train(Split, fuse=True, steps=2)
+    assert not all(torch.equal(a, b) for a, b in zip(apart, fused, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*force_disable_caches:UserWarning")
+@pytest.mark.parametrize("graphs", [False, True], ids=["compiled", "graphs"])
+@pytest.mark.parametrize("block", [Unbound, Split])
+def test_inductors_own_code(block: Block, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    plain = fuse_parts.join
+    monkeypatch.setattr(fuse_parts, "join", lambda *args: calls.append(plain(*args)) or calls[-1])
+    fused = losses_on_a_gpu(graphs, block)
+    assert sorted(calls) == [False] * 3 + [True]
+    monkeypatch.setattr(run, "_for_inductor", lambda graphs: {"triton.cudagraphs": graphs})
+    apart = losses_on_a_gpu(graphs, block)
+    assert len(calls) == 4
+    # The casts are equal to the bit; attention's backward need not be from run to run.
+    assert fused == pytest.approx(apart, rel=1e-3)
+    assert apart[-1] < apart[0]
+
+
+# -- by hand ---------------------------------------------------------------------------------------
+
+
+def graph_of(
+    style: str, number: int = 3, *, order: list[int], leak: bool = False, turned: bool = True
+) -> GraphModule:
+    """A cast of parts that are joined for it. `turned`: each is in memory as [B, N, H, D]."""
+    graph = Graph()
+
+    def call(target: Any, *args: Any) -> Node:
+        node = graph.call_function(target, args)
+        node.meta["val"] = target(*torch.fx.map_arg(args, lambda n: n.meta["val"]))
+        return node
+
+    def given(name: str, value: Any) -> Node:
+        node = graph.placeholder(name)
+        node.meta["val"] = value
+        return node
+
+    with FakeTensorMode():
+        part = torch.empty(2, 9, HEADS, DEPTH, dtype=torch.bfloat16).transpose(1, 2)
+        part = part if turned else part.contiguous()
+        slot = torch.empty(()), torch.empty(()), torch.empty(4, dtype=torch.int64)
+        qkv, *places = map(given, "abcd", ((part,) * number, *slot))
+        parts = [call(operator.getitem, qkv, i) for i in range(number)]
+        if style == "unbind":
+            stacked = call(
+                aten.reshape.default, call(aten.cat.default, parts), [number, *part.shape]
+            )
+            joined = call(aten.permute.default, stacked, order)
+        else:
+            rows = [call(aten.permute.default, part, order) for part in parts]
+            flat = [call(aten.reshape.default, row, [2, 9, WIDTH]) for row in rows]
+            joined = call(aten.cat.default, flat, 2)
+        matrix = call(aten.reshape.default, joined, [18, number * WIDTH])
+        flags = 448.0, True, False, True, True, True
+        cast = call(torch.ops.fp8patch.quantize.default, matrix, *places, *flags)
+    graph.output((cast, matrix) if leak else (cast,))
+    return GraphModule(nn.Module(), graph)
+
+
+@pytest.mark.parametrize(
+    ("style", "order", "wrong"),
+    [("unbind", [1, 3, 0, 2, 4], [1, 3, 2, 0, 4]), ("split", [0, 2, 1, 3], [0, 1, 2, 3])],
+)
+def test_what_must_not_be_in_the_way(style: str, order: list[int], wrong: list[int]) -> None:
+    def parts_of(number: int = 3, order: list[int] = order, **change: bool) -> Any:
+        gm = graph_of(style, number, order=order, **change)
+        FUSE_CASTS(gm.graph)
+        gm.graph.lint()
+        names = Counter(str(node.target) for node in gm.graph.nodes)
+        assert names[CAST] + names[PARTS] == 1
+        assert names["aten.cat.default"] == names[CAST]
+        casts = [node for node in gm.graph.nodes if str(node.target) == PARTS]
+        return [[tuple(x.meta["val"].shape) for x in cast.args[0]] for cast in casts]
+
+    assert parts_of() == [[(18, WIDTH)] * 3]
+    assert parts_of(2) == [[(18, WIDTH)] * 2]
+    # More than the kernels take; a reader of the joined tensor; the parts' memory, and the joined
+    # tensor's, in another order.
+    assert parts_of(4) == parts_of(leak=True) == parts_of(turned=False) == []
+    assert parts_of(order=wrong) == []
