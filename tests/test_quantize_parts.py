@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fp8patch import numerics
 from fp8patch.ops.quantize import mark_cold, mark_warm
+from fp8patch.ops.quantize_parts import COLUMNS
 
 # Rows and the widths of the parts; the last two are none that the kernels read.
 CASES = [
@@ -20,7 +21,7 @@ CASES = [
     (64, (128, 128, 128)),
     (77, (128, 64, 192)),
     (1, (64, 64, 64)),
-    (13, (48, 64)),
+    (13, (COLUMNS - 16, COLUMNS)),
     (5, (64, 64, 64, 64)),
 ]
 
