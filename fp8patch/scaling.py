@@ -68,7 +68,7 @@ class Bank:
         self.casts: dict[Any, Any] = {}
         # The last outermost entry (regions.py) that was seen; weights are checked once an entry.
         self.entry = -1
-        # Whoever compiled the blocks asks for the weights when the first of them is called: what the
+        # Whoever compiled blocks asks for the weights when the first of them is called: what the
         # model reads back before (a mask) then waits for no cast, and the GPU has it to do after.
         self.late = self._deferring = False
         self.deferred: list[Callable[[], None]] = []
