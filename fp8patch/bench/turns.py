@@ -15,9 +15,9 @@ from fp8patch.bench.workloads import Workload
 __all__ = ["Group", "Result", "Settings"]
 
 _CONTEXT_GIB = 1.0
-# Seconds that the turns of one contender may take: those that are still compiling when no more are
-# left are given up for those that are ready.
-_TURNS = 8.0
+# Seconds that one turn of one contender may take: those that are still compiling when no more are
+# left than all turns take are given up for those that are ready.
+_TURN = 2.0
 # Seconds that what comes after the last turn may take: CPU time and profile of each contender.
 _RESERVE = 3.0
 
@@ -136,7 +136,7 @@ class Group:
                 worker = waiting.pop(0)
                 warming[worker.name] = time.monotonic()
                 worker.send("warm", steps=self._settings.warmup)
-            worker, message = self._next(_TURNS * len(self.members))
+            worker, message = self._next(_TURN * self._settings.rounds * len(self.members))
             name = worker.name
             if message["event"] != "started" and name in warming:
                 taken = time.monotonic() - warming.pop(name)
