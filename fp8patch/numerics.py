@@ -51,9 +51,10 @@ def amax(x: Tensor) -> Tensor:
     """max |x| as an FP32 scalar; inf and nan propagate; 0 for an empty tensor."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
-    # One pass; `x.abs().amax()` writes |x| first.
-    largest: Tensor = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
-    return largest
+    # One pass; `x.abs().amax()` writes |x| first. (FP64 would not be narrowed on the way.)
+    dtype = None if x.dtype == torch.float64 else torch.float32
+    largest: Tensor = torch.linalg.vector_norm(x, float("inf"), dtype=dtype)
+    return largest.float()
 
 
 def scale_from_amax(live_amax: Tensor, limit: float) -> Tensor:

@@ -167,6 +167,10 @@ def test_amax(values: list[float]) -> None:
         assert got == max((abs(v) for v in values), default=0.0)
 
 
+def test_amax_of_doubles() -> None:
+    assert torch.equal(numerics.amax(torch.tensor([-3.0, 2.0], dtype=torch.float64)), scalar(3.0))
+
+
 @formats
 @pytest.mark.parametrize("margin", [0, 1, 5])
 @given(live=positive)
