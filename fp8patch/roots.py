@@ -158,10 +158,10 @@ def leave_root(root: nn.Module, args: Any, output: Any) -> None:
     input_cache.forget()
     region = state.region
     set_region(call.previous)
-    if output is None and sys.exc_info()[0] is not None:
-        return  # The forward has raised.
     bank: Any = root._fp8_bank
     bank.catch_up()  # (Nothing has asked for a weight.)
+    if output is None and sys.exc_info()[0] is not None:
+        return  # The forward has raised.
     if call.training and not state.roots and region is not None and not region.reopened:
         if bank.observation is not None:
             bank.observation.saw_result(output)
@@ -192,6 +192,22 @@ def enter_module(bank: Bank, region: Region) -> bool:
     if region.calibrating:
         region.banks[bank] = None
     return training or region.calibrating
+
+
+def read_early() -> None:
+    """Weights wait for the first compiled block, but something else that is being compiled reads
+    them: quantise them now, and from the next forward on where it begins.
+    """
+    for call in state.roots:
+        bank: Any = call.root._fp8_bank
+        if bank.waits:
+            bank.read_early = True
+            bank.catch_up_while_tracing()
+
+
+# Run while its caller is traced, and a constant in the graph: no graph break. (As
+# torch._dynamo.assume_constant_result does it, which would import the compiler.)
+read_early._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def inside_root() -> bool:

@@ -70,8 +70,13 @@ class Bank:
         self.entry = -1
         # Whoever compiled blocks asks for the weights when the first of them is called: what the
         # model reads back before (a mask) then waits for no cast, and the GPU has it to do after.
-        self.late = self._deferring = False
-        self.deferred: list[Callable[[], None]] = []
+        # Not where something else is compiled that reads them before (`read_early`).
+        self.late = self.read_early = self._deferring = False
+        # (what makes the casts, what has them be made again if it never ran)
+        self.deferred: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        # While there are any, a text that no other forward has: what a graph that is traced in this
+        # one is good for. Empty otherwise.
+        self.waits = ""
         # Scales move only where amax are reduced over a group: a call that one rank makes by itself
         # (of the module inside DDP) must neither wait for the others nor get ahead of them.
         self.collective = False
@@ -301,28 +306,44 @@ class Bank:
         if self.entry == entry:
             return
         self.entry = entry
-        self.catch_up()  # (of a forward that was interrupted)
+        for _, undo in self.deferred:  # Of a forward that was interrupted; weights may have moved.
+            undo()
+        self._forget_deferred()
         if training and self.due and (group is not None or not self.collective):
             self.update(group)
         if training and not self.observed and self.observation is None:
             self.observation = Observation()
-        self._deferring = training and self.late
+        self._deferring = training and self.late and not self.read_early
         # Here and not only in each module's forward: a compiled forward can't look.
         if members := list(self.members()):
             members[0].refresh_weights(members, training)
         self._deferring = False
 
-    def defer(self, launch: Callable[[], None]) -> None:
-        """Call `launch` now, or (`late`) when something asks for the weights."""
+    def defer(self, launch: Callable[[], None], undo: Callable[[], None]) -> None:
+        """Call `launch` now, or (`late`) when something asks for the weights.
+
+        `undo` is called instead where nothing ever asked.
+        """
         if self._deferring:
-            self.deferred.append(launch)
+            self.deferred.append((launch, undo))
+            self.waits = f"{self.entry} {id(self)}"
         else:
             launch()
 
     def catch_up(self) -> None:
         """Make the casts of weights that were left for later."""
+        if self.waits:
+            self.catch_up_while_tracing()
+            self._forget_deferred()
+
+    def catch_up_while_tracing(self) -> None:
+        """As `catch_up`; what is being traced goes on seeing that there was something to do."""
         while self.deferred:
-            self.deferred.pop(0)()
+            self.deferred.pop(0)[0]()
+
+    def _forget_deferred(self) -> None:
+        self.deferred.clear()
+        self.waits = ""
 
     def update(self, group: Any = None) -> None:
         """Roll, rescale, and act on what the first step showed."""

@@ -1,5 +1,6 @@
 """Weights of a model with compiled blocks are quantised where something first asks for one."""
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,8 @@ from test_blocks import Block, D, Model, compile_blocks, convert, equal, step
 from torch import Tensor, nn
 
 import fp8patch
-from fp8patch.modules import base
+from fp8patch.modules import base, weight_batch
+from fp8patch.scaling import Bank
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
@@ -54,20 +56,35 @@ def build() -> Any:
     return convert(Embedded())
 
 
-def deferring(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
-    """As on a GPU, where all weights are one launch: here they are as many as there are."""
-    stock, bank = base.refresh_together, model._fp8_bank
+def deferring(monkeypatch: pytest.MonkeyPatch, *models: Any) -> list[bool]:
+    """As on a GPU, where all weights are one launch: here they are as many as there are.
 
-    def quantize(members: Any, observe: bool) -> None:
-        model.events.append("weights")
+    Returns what is added to where casts are dropped.
+    """
+    stock = base.refresh_together
+    banks = {id(model._fp8_bank): model for model in models}
+    undone: list[bool] = []
+
+    def quantize(model: Any, members: Any, observe: bool) -> None:
+        if hasattr(model, "events"):
+            model.events.append("weights")
         for module in stock(members, observe):
             module.refresh_weight(observe)
 
     def refresh_together(members: Any, observe: bool) -> Any:
-        bank.defer(partial(quantize, members, observe))
+        bank = members[0]._fp8_bank
+        if id(bank) not in banks:
+            return stock(members, observe)
+        run = partial(quantize, banks[id(bank)], members, observe)
+        bank.defer(run, lambda: undone.append(True))
         return []
 
     monkeypatch.setattr(base, "refresh_together", refresh_together)
+    return undone
+
+
+def forgetting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bank, "catch_up", Bank._forget_deferred)
 
 
 def of_training(model: Any) -> list[list[str]]:
@@ -98,7 +115,7 @@ def test_once_a_step_and_after_what_is_before_the_blocks(monkeypatch: pytest.Mon
 
 def test_a_forward_that_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, model = trained(build()), build()
-    deferring(monkeypatch, model)
+    undone = deferring(monkeypatch, model)
     compile_blocks(model)
 
     def interrupt(module: Any, args: Any) -> None:
@@ -114,8 +131,35 @@ def test_a_forward_that_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None
     model.events.append("goes on")
     assert len(seen) == len(expected) // 2
     assert model._fp8_bank.deferred
+    assert not undone
     step(model, torch.randn(4, 8, D), None)
     assert not model._fp8_bank.deferred
+    # Weights may have moved meanwhile: what waited for them is dropped, and asked for again.
+    assert undone
+    assert model.events.count("weights") == 1
+
+
+def test_a_forward_that_fails_leaves_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+    deferring(monkeypatch, model)
+    compile_blocks(model)
+    trained(model, 2)
+    monkeypatch.setattr(model, "first", nn.Linear(3, 3))
+    with pytest.raises(RuntimeError, match="shapes"):
+        step(model, torch.randn(4, 8, D), None)
+    assert not model._fp8_bank.deferred
+    assert not model._fp8_bank.waits
+    assert model.events[-1] == "weights"
+
+
+def test_casts_that_are_dropped_are_made_again() -> None:
+    model = build()
+    step(model, torch.randn(4, 8, D), None)
+    modules = [model.first, model.last]
+    weight_batch._undo(modules, observed=True)
+    assert all(m._fp8_weight_state.outdated for m in modules)
+    assert not {"first", "last"} & model._fp8_bank.weights_seen
+    assert not model.blocks[0].up._fp8_weight_state.outdated
 
 
 def test_not_where_somebody_else_compiled_a_part_of_it() -> None:
@@ -126,12 +170,62 @@ def test_not_where_somebody_else_compiled_a_part_of_it() -> None:
     assert equal(trained(model), trained(build()))
 
 
+def test_what_somebody_else_compiles_later_reads_fresh_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two models of one class: a graph that was traced for one must not serve the other."""
+    expected, models = trained(build()), [build(), build()]
+    deferring(monkeypatch, *models)
+    for model in models:
+        compile_blocks(model)
+        model.first.compile(backend="aot_eager", fullgraph=True)
+    for model in models:
+        assert equal(trained(model), expected)
+        assert model._fp8_bank.read_early
+        assert not model._fp8_bank.waits
+    compile_blocks(models[0])  # what is compiled beside it is still there
+    assert equal(trained(models[0]), trained(models[1]))
+
+
+def test_a_compiled_child_reads_fresh_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, model = trained(build()), build()
+    deferring(monkeypatch, model)
+    model.first = torch.compile(model.first, backend="aot_eager")
+    compile_blocks(model)
+    assert equal(trained(model), expected)
+
+
+class Pair(nn.Module):
+    """Two converted roots, in a module that is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = convert(Model()), convert(Model())
+
+    def forward(self, x: Tensor) -> Tensor:
+        both: Tensor = self.a(x) + self.b(x)
+        return both
+
+
+def test_each_root_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    eager = Pair()
+    compiled = copy.deepcopy(eager)
+    deferring(monkeypatch, compiled.a, compiled.b)
+    _, counter = compile_blocks(compiled)
+    optimizers = [torch.optim.SGD(pair.parameters(), 0.1) for pair in (eager, compiled)]
+    for _ in range(3):
+        x = torch.randn(4, 8, D)
+        assert equal(step(compiled, x, optimizers[1]), step(eager, x, optimizers[0]))
+    assert counter.frame_count == 1
+
+
 def test_forgotten_weights_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the first test relies on: nobody else quantises what a compiled block reads."""
     expected = trained(build())
     model = build()
     deferring(monkeypatch, model)
-    monkeypatch.setattr(type(model._fp8_bank), "catch_up", lambda bank: None)
+    forgetting(monkeypatch)
     compile_blocks(model)
     assert not equal(trained(model), expected)
 
@@ -175,5 +269,5 @@ def test_all_weights_in_one_launch(kind: Any, monkeypatch: pytest.MonkeyPatch) -
     assert max(waiting) == 1
     model = made()
     compile_blocks(model)
-    monkeypatch.setattr(type(model._fp8_bank), "catch_up", lambda bank: None)
+    forgetting(monkeypatch)
     assert not equal(on_a_gpu(model), expected)

@@ -67,6 +67,10 @@ class Caller:
         if not _state.calls or _elsewhere():
             in_backward = torch._C._current_graph_task_id() != -1
             return self._last_training if in_backward else EAGER
+        # For each block: what holds several converted roots is decided for once.
+        for call in regions.state.roots:
+            bank: Any = call.root._fp8_bank
+            bank.catch_up()
         if self._entry != _state.entry:
             self._entry = _state.entry
             self._mode = EAGER
@@ -75,9 +79,6 @@ class Caller:
         return self._mode
 
     def _decide(self) -> Mode:
-        for call in regions.state.roots:
-            bank: Any = call.root._fp8_bank
-            bank.catch_up()
         if any(call.caching for call in _state.calls):
             messages.once(
                 "caching",

@@ -33,7 +33,7 @@ from fp8patch.modules.obstacles import (
 from fp8patch.modules.weight_batch import refresh_together
 from fp8patch.modules.weights import WeightState, is_whole, prepare
 from fp8patch.recipe import Recipe
-from fp8patch.roots import enter_module, inside_root
+from fp8patch.roots import enter_module, inside_root, read_early
 from fp8patch.scaling import Bank
 from fp8patch.slots import GRAD_OUTPUT, INPUT, grad_is_e5m2, limit
 
@@ -239,6 +239,8 @@ def _forward_in_region(module: Any, input: Tensor, region: regions.Region) -> Te
                 copy = bias_copies.current(module, bias)
                 return _run(module, weight, bias, input, spec, copy)
         return _forward_in_eager(module, input, region)
+    if module._fp8_bank.waits:
+        read_early()
     # What the first step shows is seen in eager only, whoever compiled what; so is a first use, and
     # a weight that FSDP had yet to gather where the root was entered.
     unknown = module._fp8_bank.observation is not None or module._fp8_weight_q is None

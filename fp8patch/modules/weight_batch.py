@@ -79,8 +79,18 @@ def _cast(group: _Group, modules: list[Any]) -> bool:
         return False
     # What live amax are brought to; without a history there is no margin, so it is one for all.
     largest = limit(modules[0]._fp8_recipe, WEIGHT)
-    bank.defer(partial(casts.run, largest, live=group[3], observe=group[2]))
+    bank.defer(
+        partial(casts.run, largest, live=group[3], observe=group[2]),
+        partial(_undo, modules, observed=group[2]),
+    )
     return True
+
+
+def _undo(modules: list[Any], observed: bool) -> None:
+    for module in modules:
+        module.outdate_weight()
+        if observed:
+            module._fp8_bank.weights_seen.discard(module._fp8_path)
 
 
 def _job(module: Any) -> tuple[Tensor, ...]:
