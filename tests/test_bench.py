@@ -132,7 +132,7 @@ def test_one_that_ends_before_its_group_has_begun_is_a_row_too() -> None:
 
 
 def test_the_deadline_leaves_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8patch.bench.turns._TURNS", 0.2)
+    monkeypatch.setattr("fp8patch.bench.turns._TURN", 0.1)
     monkeypatch.setattr("fp8patch.bench.turns._RESERVE", 0.1)
     began = time.monotonic()
     rows = _stub(["bf16", "bf16-graphs", "fp8-compile"], deadline=began + 3)
