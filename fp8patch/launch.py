@@ -50,7 +50,8 @@ def script_command(script: str, args: list[str], *, nproc: int | None = None) ->
         )
     if nproc is None:
         return [sys.executable, script, *args]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    # -P: with `-m` alone it would take an `inspect.py` of the folder we are in for Python's own.
+    torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
     return [*torchrun, "--nproc-per-node", str(nproc), script, *args]
 
 

@@ -291,6 +291,8 @@ NO_GPU = hardware.classify("cpu", "CPU", problem="no GPU is visible")
         (["tiny", "--emulate", "--contenders", "bf16,frob"], 1, "no contender named 'frob'"),
         (["tiny", "--emulate", "--contenders", "fp8-graphs"], 1, "no CUDA graphs"),
         (["--from-json", "/no/such/file"], 1, "cannot be read"),
+        (["--gemm"], 1, "--gemm has no other way to run"),
+        (["--gemm", "--emulate"], 2, "choose one"),
         # Before a GPU is looked for, let alone used.
         (["tiny", "--json", "/no/such/rows.json"], 1, "rows.json: cannot be written: No such"),
         (["tiny", "--json", "/"], 1, "/: cannot be written: Is a directory"),

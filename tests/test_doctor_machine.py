@@ -192,7 +192,7 @@ def test_what_is_written_down_and_what_does_not_load(
 
 def test_one_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "_SECONDS", 0.05)
-    monkeypatch.setattr(peers, "_CHILD", "import time; time.sleep(60)")
+    monkeypatch.setattr(peers, "_CHILD", (sys.executable, "-c", "import time; time.sleep(60)"))
     with peers.start(machine.packages()) as reproduction:
         assert reproduction is not None
         assert reproduction.result() == ([], {})

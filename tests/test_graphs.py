@@ -97,6 +97,7 @@ def test_a_step_begins_when_backward_has_run(
         loss.backward()  # `loss` lives on into the next forward
     assert watched.modes == ["graphs"] * 3
     assert watched.steps == 3
+    assert watched.found.ran_graphs
     first, second = watched.forward()["loss"], watched.forward()["loss"]
     assert watched.modes[3:] == ["graphs", "compiled"]
     (first + second).backward()

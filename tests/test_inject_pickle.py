@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import pickletools
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,10 @@ import pytest
 import torch
 from injected import armed
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 from trap_models import blocks, llama, noise, tokens
+
+import fp8patch
 
 
 def trained(model: Any) -> Any:
@@ -87,6 +91,24 @@ def test_another_process_needs_nothing_of_ours(tmp_path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
     )
     assert done.stdout.strip() == "<class 'torch.nn.modules.linear.Linear'>", done.stderr
+
+
+def test_a_converted_models_pickle_names_no_module_that_may_move() -> None:
+    """Without `train`, `torch.save(model)` names our classes: a move of one breaks every file."""
+    model = fp8patch.convert_model(nn.Sequential(llama(), blocks(), Conv1D(64, 64)))
+    with fp8patch.autocast(backend="emulate"):
+        model[1](noise(4, 32))
+    names = {
+        argument
+        for _, argument, _ in pickletools.genops(pickle.dumps(model))
+        if isinstance(argument, str) and argument.startswith("fp8patch.")
+    }
+    modules = ("base", "conv1d", "linear", "norm", "norm_forms", "weights")
+    others = ("plan.types", "recipe", "roots", "scaling", "slots", "steps")
+    assert names == {
+        *(f"fp8patch.modules.{name}" for name in modules),
+        *(f"fp8patch.{name}" for name in others),
+    }
 
 
 def test_copies_stay_converted_and_others_are_left_alone() -> None:

@@ -125,7 +125,7 @@ def test_commands(tmp_path: Path) -> None:
     assert run == [sys.executable, str(script), "--fp8"]
     assert launch.script_command("-", []) == [sys.executable, "-"]
     torchrun = launch.script_command(str(script), ["a"], nproc=2)
-    assert torchrun[1:3] == ["-m", "torch.distributed.run"]
+    assert torchrun[1:4] == ["-P", "-m", "torch.distributed.run"]
     assert torchrun[-4:] == ["--nproc-per-node", "2", str(script), "a"]
 
 

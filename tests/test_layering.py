@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "structures.py",
         "steps.py",
         "train_options.py",
+        "child_python.py",
     ),
     ("ops/*",),
     (

@@ -276,6 +276,13 @@ def test_killed_in_the_middle_of_a_step(tmp_path: Path) -> None:
     assert (report["state"], report["steps"]) == ("running", 1)
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="needs a torch built without CUDA")
+def test_a_refusal_while_torch_is_imported_is_one_line(tmp_path: Path) -> None:
+    done = train("--fp8", write(tmp_path, "train(Net())"), cwd=tmp_path, code=1)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("fp8patch: error: FP8 was asked for, but it cannot run here")
+
+
 @pytest.mark.parametrize("flag", ["--off", "--no-fp8"])
 def test_what_changes_nothing(tmp_path: Path, flag: str) -> None:
     """--off is the bare script; --no-fp8 is BF16 autocast around the model and FP32 outputs."""

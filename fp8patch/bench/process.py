@@ -4,13 +4,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Sequence
 from queue import Queue
 from typing import Any
 
+from fp8patch import child_python
 from fp8patch.bench.contenders import Contender
 from fp8patch.bench.workloads import Workload
 
@@ -18,7 +18,7 @@ __all__ = ["WORKER", "Events", "Worker"]
 
 Events = Queue[tuple["Worker", dict[str, Any]]]
 
-WORKER = (sys.executable, "-m", "fp8patch.bench.worker")
+WORKER = child_python.command("fp8patch.bench.worker", "main")
 # Inductor takes every core for each process otherwise.
 _COMPILE_THREADS = 4
 _TAIL = 4000

@@ -1,6 +1,6 @@
 """The process of one contender: builds and compiles once, then waits for its turns on a pipe.
 
-    python -m fp8patch.bench.worker '{"workload": …, "contender": "fp8", "device": "cuda"}'
+    python … '{"workload": …, "contender": "fp8", "device": "cuda"}'    (`process.WORKER`)
 
 A line of JSON each way. In: `warm`, `turn`, `finish`; the end of input ends the process. Out:
 `started` at once, an answer to each command, `failed` instead of one.
@@ -17,12 +17,12 @@ __all__ = ["main"]
 _ERROR_LENGTH = 400
 
 
-def main() -> None:
-    """Serve commands until the input ends."""
+def main(text: str) -> None:
+    """Serve commands until the input ends; `text` is the JSON that is shown above."""
     # Libraries print; what goes to the parent is ours alone.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    spec = json.loads(sys.argv[1])
+    spec = json.loads(text)
     session: Any = None
     try:
         from fp8patch.bench.facts import facts
@@ -102,7 +102,3 @@ def _finish(session: Any, command: dict[str, Any]) -> dict[str, Any]:
 
 
 _DO = {"warm": _warm, "turn": _turn, "finish": _finish}
-
-
-if __name__ == "__main__":
-    main()

@@ -87,7 +87,7 @@ class CompiledBlocks:
         self._calls: list[tuple[weakref.ref[nn.Module], BlockCall]] = []
         self._taken: dict[str, str] = {}
         self._parts: list[weakref.ref[nn.Module]] = []
-        graphs = Graphs(model) if cuda_graphs else None
+        self._graphs = graphs = Graphs(model) if cuda_graphs else None
         caller = Caller(graphs)
         wrote = None if graphs is None else graphs.wrote
         groups: dict[Any, list[Block]] = {}
@@ -118,6 +118,11 @@ class CompiledBlocks:
             for bank in found.values():
                 bank.late = True
                 self._banks.add(bank)
+
+    @property
+    def ran_graphs(self) -> bool:
+        """Did a training forward run as CUDA graphs, by now? Not on a CPU, nor under FSDP."""
+        return self._graphs is not None and self._graphs.used
 
     @property
     def left(self) -> dict[str, str]:

@@ -67,10 +67,16 @@ _step = _Step()
 
 
 class Graphs:
-    """The CUDA graphs of one model's blocks; `structures` are what they are recorded of."""
+    """The CUDA graphs of one model's blocks.
+
+    Attributes:
+        structures: What they are recorded of.
+        used: A training forward was to run as graphs, by now.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.structures: list[Structure] = []
+        self.used = False
         self._model = weakref.ref(model)
         self._modules: list[weakref.ref[Any]] = []
         self._weights: weakref.WeakKeyDictionary[Any, Quantized] = weakref.WeakKeyDictionary()
@@ -100,6 +106,7 @@ class Graphs:
             )
             return COMPILED
         _step = _Step()
+        self.used = True
         torch.compiler.cudagraph_mark_step_begin()
         return GRAPHS
 

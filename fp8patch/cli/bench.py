@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 __all__ = ["bench"]
 
 _EMULATED = ("bf16", "fp8")
+_TRY = (
+    "--emulate runs the command on the CPU, with FP8 emulated: its times say nothing about a GPU."
+)
 
 
 def bench(
@@ -63,6 +66,10 @@ def bench(
         _show(read_rows(from_json), plot_file, profile)
         return
     if gemm:
+        if emulate:
+            raise typer.BadParameter(
+                "--gemm times the kernels of a GPU, and --emulate has none: choose one."
+            )
         _gemm(json_file)
         return
     if model is None:
@@ -107,7 +114,7 @@ def bench(
 
 
 def _gemm(json_file: Path | None) -> None:
-    _device(emulate=False)
+    _device(emulate=False, hint="--gemm has no other way to run.")
     from fp8patch.bench.gemm import measure, text
     from fp8patch.bench.report import write_json
 
@@ -117,7 +124,7 @@ def _gemm(json_file: Path | None) -> None:
     typer.echo(text(found))
 
 
-def _device(emulate: bool) -> tuple[str, float]:
+def _device(emulate: bool, hint: str = _TRY) -> tuple[str, float]:
     """Where to run, and GiB of memory there; HardwareError where there is no GPU with FP8."""
     from fp8patch.errors import HardwareError
     from fp8patch.hardware import detect
@@ -126,10 +133,7 @@ def _device(emulate: bool) -> tuple[str, float]:
         return "cpu", 0.0
     found = detect()
     if not found.fp8:
-        raise HardwareError(
-            f"bench times FP8 on a GPU. {found.reason} --emulate runs the command on the CPU, with "
-            "FP8 emulated: its times say nothing about a GPU."
-        )
+        raise HardwareError(f"bench times FP8 on a GPU. {found.reason} {hint}")
     import torch
 
     # Without what the driver and this process keep.

@@ -116,8 +116,9 @@ def _machine(found: "Examination", screen: "Console") -> None:
     if not found.torch_problem:
         rows.append(("CUDA", found.cuda or "none: this PyTorch is built without it"))
     for package in found.packages:
-        version = package.version or "not installed"
-        rows.append((package.name, f"{version}  {package.problem}" if package.problem else version))
+        # What is missing says so itself.
+        said = [text for text in (package.version, package.problem) if text]
+        rows.append((package.name, "  ".join(said)))
     screen.print(_pairs((f"[bold]{name}[/]", escape(text)) for name, text in rows))
 
 

@@ -13,23 +13,19 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fp8patch import child_python
 from fp8patch.doctor.types import Fault, Package
 
 __all__ = ["reproduce", "start"]
 
 _SECONDS = 90
-_ROOT = Path(__file__).resolve().parents[2]
-_CHILD = (
-    "import sys; sys.path.insert(0, sys.argv[1]); "
-    "from fp8patch.doctor.peers import reproduce; reproduce(sys.argv[2])"
-)
+_CHILD = child_python.command("fp8patch.doctor.peers", "reproduce")
 
 
 class Reproduction:
@@ -82,7 +78,7 @@ def start(packages: list[Package]) -> Iterator[Reproduction | None]:
 def _start(file: Path) -> "subprocess.Popen[bytes] | None":
     try:
         return subprocess.Popen(
-            [sys.executable, "-c", _CHILD, str(_ROOT), str(file)],
+            [*_CHILD, str(file)],
             env=_environment(os.environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

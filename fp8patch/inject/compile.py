@@ -72,7 +72,9 @@ def _is_sharded(outermost: nn.Module) -> bool:
 def say_compiled(name: str, found: "CompiledBlocks") -> None:
     """What was compiled, in a line or two."""
     kinds = "; ".join(f"{count} of {where}" for where, count in found.structures.items())
-    what = "compiled, as CUDA graphs" if found.cuda_graphs else "compiled"
+    what = "compiled"
+    if found.cuda_graphs:
+        what += ", as CUDA graphs" if found.ran_graphs else ", without CUDA graphs"
     cache = "; training ran with use_cache=False" if found.without_cache else ""
     messages.note(f"{name}: blocks {what}: {kinds}{cache}.")
     for where, why in found.left.items():
@@ -84,7 +86,7 @@ def facts(found: "CompiledBlocks") -> dict[str, Any]:
     return {
         "blocks": len(found.names),
         "structures": dict(found.structures),
-        "cuda_graphs": found.cuda_graphs,
+        "cuda_graphs": found.ran_graphs,
         "without_cache": found.without_cache,
         "left_eager": found.left,
     }

@@ -108,9 +108,10 @@ class Run:
 
     def finish(self) -> None:
         """The last word: summary, report, status."""
-        from fp8patch.inject import report
-
         if self.models and not self._said and rank() == 0:
+            # Not before: where torch's import was broken off, this would begin another one.
+            from fp8patch.inject import report
+
             self._said = True
             self.record.fetch()
             self.record.arrived(wait=True)
