@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -212,6 +213,16 @@ def test_blocks_of_hugging_face(name: str) -> None:
             model(**inputs).last_hidden_state.float().square().mean().backward()
     forward, backward = graphs.casts
     assert (forward["gelu"], backward["gelu_backward"]) == (1, 1)
+
+
+def test_what_is_compiled_is_found_again_for_the_same_operators_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files: list[str] = []
+    monkeypatch.setattr(fusing, "get_hash_for_files", lambda paths: files.extend(paths))
+    fusing.FUSE_CASTS.uuid()
+    named = {Path(file).name for file in files}
+    assert {"fuse.py", "fuse_parts.py", "quantize.py", "quantize_form.py", "gemm.py"} <= named
 
 
 def test_inductor_takes_the_options() -> None:
