@@ -155,6 +155,8 @@ def test_parts_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*force_disable_caches:UserWarning")
+# PyTorch makes an empty one first, on purpose, to have a pool.
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 @pytest.mark.parametrize("graphs", [False, True], ids=["compiled", "graphs"])
 @pytest.mark.parametrize("block", [Unbound, Split])
 def test_inductors_own_code(block: Block, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
