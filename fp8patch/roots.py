@@ -89,7 +89,7 @@ def enter_root(root: Any, args: Any) -> None:
             if again and not state.roots and (members := list(bank.members())):
                 # One more evaluation: other weights may have been loaded since the last one, and
                 # what is compiled does not look.
-                bank.catch_up()
+                bank.late.catch_up()
                 members[0].refresh_weights(members, training)
         if training and bank.observation is not None and not state.roots:
             call.contexts = _observing(bank)
@@ -159,7 +159,7 @@ def leave_root(root: nn.Module, args: Any, output: Any) -> None:
     region = state.region
     set_region(call.previous)
     bank: Any = root._fp8_bank
-    bank.catch_up()  # (Nothing has asked for a weight.)
+    bank.late.catch_up()  # (Nothing has asked for a weight.)
     if output is None and sys.exc_info()[0] is not None:
         return  # The forward has raised.
     if call.training and not state.roots and region is not None and not region.reopened:
@@ -188,7 +188,7 @@ def enter_module(bank: Bank, region: Region) -> bool:
     if training and not state.roots and bank.due:
         new_entry(training)
     bank.enter(state.entry, training, region.group)
-    bank.catch_up()
+    bank.late.catch_up()
     if region.calibrating:
         region.banks[bank] = None
     return training or region.calibrating
@@ -200,9 +200,9 @@ def read_early() -> None:
     """
     for call in state.roots:
         bank: Any = call.root._fp8_bank
-        if bank.waits:
-            bank.read_early = True
-            bank.catch_up_while_tracing()
+        if bank.late.waits:
+            bank.late.read_early = True
+            bank.late.catch_up_while_tracing()
 
 
 # Run while its caller is traced, and a constant in the graph: no graph break. (As

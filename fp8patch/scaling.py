@@ -8,13 +8,14 @@ therefore see the same scales.
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8patch import messages
+from fp8patch.late import LateCasts
 from fp8patch.observation import Observation
 from fp8patch.optimizer_hook import tell_of_steps
 from fp8patch.recipe import Recipe
@@ -68,15 +69,7 @@ class Bank:
         self.casts: dict[Any, Any] = {}
         # The last outermost entry (regions.py) that was seen; weights are checked once an entry.
         self.entry = -1
-        # Whoever compiled blocks asks for the weights when the first of them is called: what the
-        # model reads back before (a mask) then waits for no cast, and the GPU has it to do after.
-        # Not where something else is compiled that reads them before (`read_early`).
-        self.late = self.read_early = self._deferring = False
-        # (what makes the casts, what has them be made again if it never ran)
-        self.deferred: list[tuple[Callable[[], None], Callable[[], None]]] = []
-        # While there are any, a text that no other forward has: what a graph that is traced in this
-        # one is good for. Empty otherwise.
-        self.waits = ""
+        self.late = LateCasts()
         # Scales move only where amax are reduced over a group: a call that one rank makes by itself
         # (of the module inside DDP) must neither wait for the others nor get ahead of them.
         self.collective = False
@@ -306,44 +299,15 @@ class Bank:
         if self.entry == entry:
             return
         self.entry = entry
-        for _, undo in self.deferred:  # Of a forward that was interrupted; weights may have moved.
-            undo()
-        self._forget_deferred()
+        self.late.begin(entry, training)
         if training and self.due and (group is not None or not self.collective):
             self.update(group)
         if training and not self.observed and self.observation is None:
             self.observation = Observation()
-        self._deferring = training and self.late and not self.read_early
         # Here and not only in each module's forward: a compiled forward can't look.
         if members := list(self.members()):
             members[0].refresh_weights(members, training)
-        self._deferring = False
-
-    def defer(self, launch: Callable[[], None], undo: Callable[[], None]) -> None:
-        """Call `launch` now, or (`late`) when something asks for the weights.
-
-        `undo` is called instead where nothing ever asked.
-        """
-        if self._deferring:
-            self.deferred.append((launch, undo))
-            self.waits = f"{self.entry} {id(self)}"
-        else:
-            launch()
-
-    def catch_up(self) -> None:
-        """Make the casts of weights that were left for later."""
-        if self.waits:
-            self.catch_up_while_tracing()
-            self._forget_deferred()
-
-    def catch_up_while_tracing(self) -> None:
-        """As `catch_up`; what is being traced goes on seeing that there was something to do."""
-        while self.deferred:
-            self.deferred.pop(0)[0]()
-
-    def _forget_deferred(self) -> None:
-        self.deferred.clear()
-        self.waits = ""
+        self.late.end()
 
     def update(self, group: Any = None) -> None:
         """Roll, rescale, and act on what the first step showed."""

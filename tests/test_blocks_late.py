@@ -10,8 +10,8 @@ from test_blocks import Block, D, Model, compile_blocks, convert, equal, step
 from torch import Tensor, nn
 
 import fp8patch
+from fp8patch.late import LateCasts
 from fp8patch.modules import base, weight_batch
-from fp8patch.scaling import Bank
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
@@ -76,7 +76,7 @@ def deferring(monkeypatch: pytest.MonkeyPatch, *models: Any) -> list[bool]:
         if id(bank) not in banks:
             return stock(members, observe)
         run = partial(quantize, banks[id(bank)], members, observe)
-        bank.defer(run, lambda: undone.append(True))
+        bank.late.defer(run, lambda: undone.append(True))
         return []
 
     monkeypatch.setattr(base, "refresh_together", refresh_together)
@@ -84,7 +84,7 @@ def deferring(monkeypatch: pytest.MonkeyPatch, *models: Any) -> list[bool]:
 
 
 def forgetting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Bank, "catch_up", Bank._forget_deferred)
+    monkeypatch.setattr(LateCasts, "catch_up", LateCasts._forget)
 
 
 def of_training(model: Any) -> list[list[str]]:
@@ -130,10 +130,10 @@ def test_a_forward_that_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None
     hook.remove()
     model.events.append("goes on")
     assert len(seen) == len(expected) // 2
-    assert model._fp8_bank.deferred
+    assert model._fp8_bank.late.waits
     assert not undone
     step(model, torch.randn(4, 8, D), None)
-    assert not model._fp8_bank.deferred
+    assert not model._fp8_bank.late.waits
     # Weights may have moved meanwhile: what waited for them is dropped, and asked for again.
     assert undone
     assert model.events.count("weights") == 1
@@ -147,8 +147,7 @@ def test_a_forward_that_fails_leaves_nothing_to_do(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(model, "first", nn.Linear(3, 3))
     with pytest.raises(RuntimeError, match="shapes"):
         step(model, torch.randn(4, 8, D), None)
-    assert not model._fp8_bank.deferred
-    assert not model._fp8_bank.waits
+    assert not model._fp8_bank.late.waits
     assert model.events[-1] == "weights"
 
 
@@ -166,7 +165,7 @@ def test_not_where_somebody_else_compiled_a_part_of_it() -> None:
     model = build()
     model.first.compile(backend="aot_eager")
     compile_blocks(model)
-    assert not model._fp8_bank.late
+    assert not model._fp8_bank.late.wanted
     assert equal(trained(model), trained(build()))
 
 
@@ -181,8 +180,8 @@ def test_what_somebody_else_compiles_later_reads_fresh_weights(
         model.first.compile(backend="aot_eager", fullgraph=True)
     for model in models:
         assert equal(trained(model), expected)
-        assert model._fp8_bank.read_early
-        assert not model._fp8_bank.waits
+        assert model._fp8_bank.late.read_early
+        assert not model._fp8_bank.late.waits
     compile_blocks(models[0])  # what is compiled beside it is still there
     assert equal(trained(models[0]), trained(models[1]))
 
@@ -233,7 +232,7 @@ def test_forgotten_weights_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_block_of_the_other_tests_defers_too() -> None:
     model = convert(Model(Block))
     compile_blocks(model)
-    assert model._fp8_bank.late
+    assert model._fp8_bank.late.wanted
 
 
 def on_a_gpu(model: Any) -> list[Tensor]:
@@ -262,9 +261,9 @@ def test_all_weights_in_one_launch(kind: Any, monkeypatch: pytest.MonkeyPatch) -
     model = made()
     compile_blocks(model)
     waiting: list[int] = []
-    stock = type(model._fp8_bank).catch_up
-    noted = lambda bank: (waiting.append(len(bank.deferred)), stock(bank))[1]  # noqa: E731
-    monkeypatch.setattr(type(model._fp8_bank), "catch_up", noted)
+    stock = LateCasts.catch_up
+    noted = lambda late: (waiting.append(len(late._jobs)), stock(late))[1]  # noqa: E731
+    monkeypatch.setattr(LateCasts, "catch_up", noted)
     assert equal(on_a_gpu(model), expected)
     assert max(waiting) == 1
     model = made()

@@ -39,6 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "slots.py",
         "observation.py",
         "optimizer_hook.py",
+        "late.py",
         "scaling.py",
         "input_cache.py",
         "regions.py",

@@ -70,7 +70,7 @@ class Caller:
         # For each block: what holds several converted roots is decided for once.
         for call in regions.state.roots:
             bank: Any = call.root._fp8_bank
-            bank.catch_up()
+            bank.late.catch_up()
         if self._entry != _state.entry:
             self._entry = _state.entry
             self._mode = EAGER

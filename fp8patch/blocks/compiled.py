@@ -116,7 +116,7 @@ class CompiledBlocks:
         if not self._taken and not _compiled_elsewhere(model, self._calls):
             found = {id(bank): bank for m in model.modules() if (bank := _bank(m)) is not None}
             for bank in found.values():
-                bank.late = True
+                bank.late.wanted = True
                 self._banks.add(bank)
 
     @property
@@ -146,7 +146,7 @@ class CompiledBlocks:
             if module is not None:
                 unwatch(module)
         for bank in self._banks:
-            bank.late = False
+            bank.late.wanted = False
         self._calls, self._parts = [], []
 
 

@@ -239,7 +239,7 @@ def _forward_in_region(module: Any, input: Tensor, region: regions.Region) -> Te
                 copy = bias_copies.current(module, bias)
                 return _run(module, weight, bias, input, spec, copy)
         return _forward_in_eager(module, input, region)
-    if module._fp8_bank.waits:
+    if module._fp8_bank.late.waits:
         read_early()
     # What the first step shows is seen in eager only, whoever compiled what; so is a first use, and
     # a weight that FSDP had yet to gather where the root was entered.

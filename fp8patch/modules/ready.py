@@ -75,6 +75,6 @@ def recall_any(module: Any, input: Tensor, region: regions.Region) -> Ready | No
     if ready.autocast is not autocast_dtype(ready.device.type):
         return None
     bank = module._fp8_bank
-    if bank.entry != regions.state.entry or bank.observation is not None or bank.waits:
+    if bank.entry != regions.state.entry or bank.observation is not None or bank.late.waits:
         return None
     return ready

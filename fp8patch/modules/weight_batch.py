@@ -79,7 +79,7 @@ def _cast(group: _Group, modules: list[Any]) -> bool:
         return False
     # What live amax are brought to; without a history there is no margin, so it is one for all.
     largest = limit(modules[0]._fp8_recipe, WEIGHT)
-    bank.defer(
+    bank.late.defer(
         partial(casts.run, largest, live=group[3], observe=group[2]),
         partial(_undo, modules, observed=group[2]),
     )
