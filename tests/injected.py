@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import fp8patch
 from fp8patch.inject import patch as inject
@@ -125,3 +126,15 @@ def child(
     )
     status = [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
     return Child(done.returncode, done.stdout, done.stderr, status)
+
+
+class Wrapped(nn.Module):
+    """A task that holds the model and its loss, as timm has it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.model(x).square().mean()
+        return loss

@@ -5,23 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from injected import armed
+from injected import Wrapped, armed
 from torch import Tensor, nn
 from trap_models import bert, blocks, llama, noise, tokens
 
 from fp8patch.modules.gemms import Float8Gemms
-
-
-class Wrapped(nn.Module):
-    """A task that holds the model and its loss, as timm has it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.model(x).square().mean()
-        return loss
 
 
 @pytest.fixture

@@ -7,25 +7,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from injected import armed
+from injected import Wrapped, armed
 from torch import Tensor, nn
 from trap_models import blocks, noise, tokens
 
 import fp8patch
 from fp8patch.errors import ConversionError, Fp8PatchError, PlanError
 from fp8patch.inject.outputs import find_loss, to_fp32, tokens_of
-
-
-class Wrapped(nn.Module):
-    """A task that holds the model and its loss, as timm has it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.model(x).square().mean()
-        return loss
 
 
 @dataclasses.dataclass
