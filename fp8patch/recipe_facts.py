@@ -9,7 +9,15 @@ from fp8patch.recipe import Recipe
 from fp8patch.recipe_overrides import PRECISIONS, Override
 from fp8patch.roofline import Gpu, predict_gain, reads_of_a_cast
 
-__all__ = ["Facts", "differences", "facts_of", "layers_of", "to_yaml"]
+__all__ = [
+    "Facts",
+    "differences",
+    "facts_of",
+    "layers_of",
+    "override_line",
+    "to_yaml",
+    "yaml_value",
+]
 
 # The layer that gains are predicted for.
 SIZE = 4096
@@ -74,18 +82,20 @@ def to_yaml(recipe: Recipe) -> str:
             continue
         usual = getattr(default, field)
         usual = list(usual) if isinstance(usual, tuple) else usual
-        remark = "" if value == usual else f"  # {default.name}: {_value(usual)}"
-        lines.append(f"{field}: {_value(value)}{remark}")
+        remark = "" if value == usual else f"  # {default.name}: {yaml_value(usual)}"
+        lines.append(f"{field}: {yaml_value(value)}{remark}")
     if not recipe.overrides:
         return "\n".join([*lines, "overrides: {}"]) + "\n"
-    listed = [f"  {json.dumps(each.pattern)}: {{{_flow(each)}}}" for each in recipe.overrides]
+    listed = [override_line(each) for each in recipe.overrides]
     return "\n".join([*lines, "overrides:", *listed]) + "\n"
 
 
-def _flow(override: Override) -> str:
-    return ", ".join(f"{field}: {_value(value)}" for field, value in override.changes)
+def override_line(override: Override) -> str:
+    """One override, as a line below `overrides:`."""
+    fields = ", ".join(f"{field}: {yaml_value(value)}" for field, value in override.changes)
+    return f"  {json.dumps(override.pattern)}: {{{fields}}}"
 
 
-def _value(value: Any) -> str:
+def yaml_value(value: Any) -> str:
     """One value, as YAML reads it back: words as they are, everything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -15,10 +15,10 @@ import yaml
 
 from fp8patch.errors import RecipeError
 
-__all__ = ["read_yaml"]
+__all__ = ["MOST_BYTES", "read_yaml"]
 
 # The longest built-in has 1.2 KiB, most of them comments.
-_MOST_BYTES = 64 << 10
+MOST_BYTES = 64 << 10
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 # A field's own range is far below; Python refuses to read more than 4300.
 _MOST_DIGITS = 18
@@ -54,15 +54,15 @@ def _read(path: Path) -> str:
             what = "a folder" if path.is_dir() else "not a regular file"
             raise RecipeError(f"{path}: the recipe cannot be read: it is {what}.")
         with open(path, "rb") as file:
-            data = file.read(_MOST_BYTES + 1)
+            data = file.read(MOST_BYTES + 1)
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) else error
         raise RecipeError(f"{path}: the recipe cannot be read: {reason}.") from None
-    if len(data) > _MOST_BYTES:
+    if len(data) > MOST_BYTES:
         raise RecipeError(
-            f"{path}: the recipe cannot be read: it is larger than {_MOST_BYTES >> 10} KiB, and "
+            f"{path}: the recipe cannot be read: it is larger than {MOST_BYTES >> 10} KiB, and "
             "a recipe is a few lines. Check the path."
         )
     try:

@@ -1,11 +1,14 @@
 """Runs made to fail on purpose: the layer is named, and the advised recipe mends the run."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from directories import run
 from failing_runs import AT, train
+
+from fp8patch.recipe import Recipe
 
 # What the recipe is, which layer is at fault, and what helps it.
 CASES = {
@@ -48,7 +51,14 @@ def test_a_failing_run_is_diagnosed_and_mended(
     if case == "outlier":
         shown = (Path(__file__).resolve().parent.parent / "README.md").read_text("utf-8")
         assert "\n".join(f"  {line}" for line in lines[first:last]) in shown
-    better = train(case, mended, tmp_path / "mended.json")
+    # What `tune` writes is the same recipe, with the reason.
+    tuned = tmp_path / "tuned.yaml"
+    done = run("tune", tmp_path / "failing.json", "-o", tuned)
+    assert done.exit_code == 0, done.output
+    assert Recipe.load(tuned) == Recipe.load(mended).replace(name="tuned")
+    assert re.search(rf"^  # {re.escape(layer)}: .*%.*step \d+", tuned.read_text(), re.MULTILINE)
+    assert run("recipes", "check", tuned).exit_code == 0
+    better = train(case, tuned, tmp_path / "mended.json")
 
     # How far the block's weights end from where BF16 takes them.
     def off(outcome: dict) -> float:  # type: ignore[type-arg]
@@ -58,6 +68,10 @@ def test_a_failing_run_is_diagnosed_and_mended(
     assert "warning" not in capsys.readouterr().err
     (left,) = json.loads(run("inspect", tmp_path / "mended.json", "--json").stdout)["sources"]
     assert all(entry["severity"] < 1 for entry in left["layers"])
+    before = tuned.read_bytes()
+    done = run("tune", tmp_path / "mended.json", "-o", tuned, "--force")
+    assert (done.exit_code, tuned.read_bytes()) == (0, before)
+    assert "nothing to change" in done.stdout
 
 
 def test_a_healthy_run_is_advised_nothing(

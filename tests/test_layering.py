@@ -123,6 +123,7 @@ WITHOUT_TORCH = (
     "inspect/run.py",
     "inspect/slots.py",
     "inspect/source.py",
+    "inspect/tune.py",
     "report_data.py",
     "report_page.py",
     "launch_signals.py",
@@ -135,6 +136,7 @@ WITHOUT_TORCH = (
     "cli/doctor.py",
     "cli/recipes.py",
     "cli/train.py",
+    "cli/tune.py",
     "__init__.py",
 )
 

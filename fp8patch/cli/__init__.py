@@ -39,6 +39,7 @@ COMMANDS: dict[str, str] = {
     "train": "Run any training script, unmodified, in FP8.",
     "bench": "BF16 against FP8: step time, memory and kernels, side by side on your GPU.",
     "inspect": "Where FP8 loses too much in a run or a checkpoint, and what helps.",
+    "tune": "Write the recipe that helps a run: its own, with overrides where FP8 loses too much.",
     "report": "One page of a run: loss, step time, every layer over time.",
     "convert": "Write a patched checkpoint: the same weights, plus FP8 scales beside them.",
     "revert": "Write the plain checkpoint again.",

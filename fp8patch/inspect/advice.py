@@ -16,11 +16,15 @@ from fp8patch.inspect.slots import THRESHOLDS, Layer, SlotPoints
 
 __all__ = [
     "Advice",
+    "Remedy",
     "advise",
+    "fields_of",
     "overrides",
+    "patterns",
     "percent",
     "recipe_line",
     "recipe_lines",
+    "remedies",
     "what_is_wrong",
 ]
 
@@ -86,8 +90,12 @@ def _remedy(slot: SlotPoints) -> Remedy:
     return "rowwise" if late or not over else "bf16"
 
 
-def what_is_wrong(slot: SlotPoints) -> str:
-    """A clause on a slot: "3.1% of the gradients flushed to zero (worst: 100% at step 40)"."""
+def what_is_wrong(slot: SlotPoints, *, times: float = 1.5) -> str:
+    """A clause on a slot: "3.1% of the gradients flushed to zero (at worst 100%, step 40)".
+
+    Args:
+        times: How much worse than the whole the worst point has to be, to be told of.
+    """
     parts = []
     names = {"saturated": "clipped", "flushed": "flushed to zero", "non_finite": "not finite"}
     for name, said in names.items():
@@ -95,7 +103,7 @@ def what_is_wrong(slot: SlotPoints) -> str:
         if ratio.value == 0 or ratio.value < THRESHOLDS[name]:
             continue
         text = f"{percent(ratio.value)} of the {_NOUNS[slot.role]} {said}"
-        if ratio.step is not None and ratio.worst > 1.5 * ratio.value:
+        if ratio.step is not None and ratio.worst >= times * ratio.value:
             text += f" (at worst {percent(ratio.worst)}, step {ratio.step})"
         parts.append(text)
     if slot.sqnr is not None and slot.sqnr <= THRESHOLDS["sqnr"]:
@@ -112,13 +120,24 @@ def overrides(advice: Iterable[Advice], known: Iterable[str]) -> dict[str, tuple
         known: Paths of all converted layers: where all those that differ in numbers alone are
             advised the same, one pattern stands for them.
     """
+    found = patterns(remedies(advice), list(known))
+    return {pattern: _LINES[remedy] for pattern, remedy in found.items()}
+
+
+def remedies(advice: Iterable[Advice]) -> dict[str, Remedy]:
+    """{path: what helps it}, without the layers that no recipe helps."""
     wanted: dict[str, Remedy] = {}
     for item in advice:
         for path in item.paths:
             # Whoever needs BF16 for one tensor gets it, whatever another asks for.
             if item.remedy != "none" and wanted.get(path) != "bf16":
                 wanted[path] = item.remedy
-    return {p: _LINES[remedy] for p, remedy in _patterns(wanted, list(known)).items()}
+    return wanted
+
+
+def fields_of(remedy: Remedy) -> dict[str, str]:
+    """The fields of an override that is this remedy."""
+    return dict(line.split(": ") for line in _LINES[remedy])
 
 
 def recipe_lines(chosen: Mapping[str, Sequence[str]]) -> list[str]:
@@ -138,7 +157,8 @@ def recipe_line(chosen: Mapping[str, Sequence[str]]) -> str:
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
-def _patterns(wanted: dict[str, Remedy], known: Sequence[str]) -> dict[str, Remedy]:
+def patterns(wanted: Mapping[str, Remedy], known: Sequence[str]) -> dict[str, Remedy]:
+    """`wanted`, with one pattern for paths that differ in numbers alone and are wanted the same."""
     alike: dict[str, list[str]] = {}
     for path in dict.fromkeys([*known, *wanted]):
         alike.setdefault(_NUMBER.sub("*", path), []).append(path)

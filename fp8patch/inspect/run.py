@@ -116,7 +116,7 @@ def _check(values: Any) -> None:
     if not isinstance(values, dict):
         raise ValueError(f"it holds a {type(values).__name__}")
     if "bank" in values and "plan" in values:
-        raise ValueError("it is a checkpoint's sidecar: give the folder that it is in")
+        raise ValueError("it is a checkpoint's sidecar: give the folder that it is in, to inspect")
     version = values["format_version"]
     if type(version) is not int or version < 1:
         raise ValueError(f"format_version is {version!r:.40}")
