@@ -44,8 +44,10 @@ class TrainOptions:
         report: Absolute path of the JSON report, or None.
         compile: Compile the repeated blocks of each model.
         cuda_graphs: Compile them, and replay them as CUDA graphs.
+        track: Log what slots see to the trackers that the script has started.
         log_every: Say a line, and read every slot, each so many steps. 0 says none; slots are then
-            read at every step, and less often as the run goes on.
+            read at every step for a report, else at every tenth, and less often as the run goes
+            on.
         check: Stop after the third step, with plan, coverage and step times.
         sets_bf16: The parent set ACCELERATE_MIXED_PRECISION=bf16, which the user had not: a process
             in which `auto` becomes `off` takes it out again, before Accelerate reads it.
@@ -67,6 +69,7 @@ class TrainOptions:
     report: str | None = None
     compile: bool = False
     cuda_graphs: bool = False
+    track: bool = False
     log_every: int = 0
     check: bool = False
     sets_bf16: bool = False
@@ -88,6 +91,11 @@ class TrainOptions:
     def compiles(self) -> bool:
         """Blocks are to be compiled, in one way or the other."""
         return self.compile or self.cuda_graphs
+
+    @property
+    def read_every(self) -> int:
+        """Optimizer steps from one reading of the slots to the next, at first."""
+        return self.log_every or (1 if self.report else 10)
 
     def to_env(self) -> dict[str, str]:
         """The environment variable that carries these options, as `{name: value}`."""

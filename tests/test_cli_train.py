@@ -74,12 +74,12 @@ def test_options_reach_the_run(parse: Any, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("base: rowwise\n")
     _, options = parse(
         "-r mine.yaml --only a --only b --skip c --include d --tokens 9 --roots E --compat "
-        "--report r.json --log-every 5 --compile --cuda-graphs --check s.py"
+        "--report r.json --log-every 5 --track --compile --cuda-graphs --check s.py"
     )
     assert options == TrainOptions(
         recipe=str(tmp_path / "mine.yaml"), only=("a", "b"), skip=("c",), include=("d",), tokens=9,
         roots=("E",), compat=True, report=str(tmp_path / "r.json"), log_every=5, check=True,
-        compile=True, cuda_graphs=True,
+        compile=True, cuda_graphs=True, track=True,
     )  # fmt: skip
     assert parse("-r rowwise s.py")[1].recipe == "rowwise"
     command, _ = parse("--nproc 2 s.py --nproc 3")

@@ -31,7 +31,7 @@ def test_options_survive_the_environment() -> None:
     options = TrainOptions(
         backend="emulate", recipe="rowwise", only=("*.mlp",), skip=("a", "b"), include=("c",),
         tokens=7, roots=("Bert*",), compat=True, report="/r.json", log_every=3, check=True,
-        sets_bf16=True, status_dir="/tmp/ü",
+        sets_bf16=True, track=True, status_dir="/tmp/ü",
     )  # fmt: skip
     assert TrainOptions.from_env(options.to_env()) == options
     assert TrainOptions.from_env({}) is None

@@ -88,6 +88,12 @@ def train(
         int,
         typer.Option(min=0, help="Say a line, and read every slot, each N steps; 0 says none."),
     ] = 0,
+    track: Annotated[
+        bool,
+        typer.Option(
+            "--track", help="Log what slots see to the script's Accelerate or Trainer trackers."
+        ),
+    ] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Stop after the third step, and say what it would do.")
     ] = False,
@@ -119,6 +125,8 @@ def train(
 
     if off and report is not None:
         warn(f"--off changes nothing at all, so nothing is measured for {report}.")
+    if off and track:
+        warn("--off changes nothing at all, so --track has nothing to log.")
     if off and compat:
         warn("--off changes nothing at all, so --compat supplies no names.")
     backends: dict[str, Any] = {"--fp8": "fp8", "--emulate": "emulate", "--no-fp8": "bf16"}
@@ -135,6 +143,7 @@ def train(
         compat=compat,
         report=None if report is None or off else _report(report),
         log_every=log_every,
+        track=track,
         check=check,
     )
     command = (

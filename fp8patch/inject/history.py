@@ -59,13 +59,14 @@ class History:
     Args:
         bank: Any bank, before its first update.
         every: Optimizer steps from one point to the next, at first.
+        fresh: Keep what each point has counted until `take` is called, after every step.
 
     Attributes:
         steps: Updates of the scales so far: optimizer steps that another forward has followed.
         seconds: Host time that the reading has taken.
     """
 
-    def __init__(self, bank: Bank, every: int = 1) -> None:
+    def __init__(self, bank: Bank, every: int = 1, *, fresh: bool = False) -> None:
         self.steps = 0
         self.seconds = 0.0
         self._bank = bank
@@ -74,6 +75,7 @@ class History:
         self._stride, self._taken = 1, 0
         self._underway: deque[_Reading] = deque()
         self._points: list[_Point] = []
+        self._fresh: list[tuple[int, Any]] | None = [] if fresh else None
         self._seen_before: dict[torch.device, Tensor] = {}
         self._peaks: dict[torch.device, Tensor] = {}
         self.replaced()
@@ -155,9 +157,19 @@ class History:
             if not values[:, _COUNTS + SEEN].any():
                 continue
             self._points.append(_Point(reading.step, reading.ranks, values))
+            if self._fresh is not None:
+                self._fresh.append((reading.step, self._counts_of(self._points[-1])))
             if len(self._points) >= MOST_POINTS:
                 pairs = zip(self._points[::2], self._points[1::2], strict=True)
                 self._points = [_merged(a, b) for a, b in pairs]
+
+    def take(self) -> list[tuple[int, Any]]:
+        """(step, FP64 [modules, 3, 4] counts) of each point that has come since; waits for none."""
+        if self._fresh is None or _capturing():
+            return []
+        self._collect()
+        taken, self._fresh = self._fresh, []
+        return taken
 
     def finish(self) -> None:
         """Take what has come since the last point, on this rank alone, and wait for all of it."""
@@ -174,12 +186,16 @@ class History:
         """FP64 [3, 4]: the four counts of each role, over all points that have arrived."""
         totals = np.zeros((len(ROLES), 4))
         for point in self._points:
-            counts = point.values[:, _COUNTS:].reshape(-1, len(ROLES), 4)
-            totals += counts.sum(0)
-            for index, path in enumerate(self._bank.paths):
-                if path in self._bank.siblings:
-                    totals[INPUT] -= counts[index, INPUT]
+            totals += self._counts_of(point).sum(0)
         return totals
+
+    def _counts_of(self, point: _Point) -> Any:
+        """FP64 [modules, 3, 4]; an input that modules share counts once."""
+        counts = point.values[:, _COUNTS:].reshape(-1, len(ROLES), 4).copy()
+        for index, path in enumerate(self._bank.paths):
+            if path in self._bank.siblings:
+                counts[index, INPUT] = 0
+        return counts
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe; `inspect.run` tells its keys."""

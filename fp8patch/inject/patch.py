@@ -51,7 +51,7 @@ def enable(**options: Any) -> None:
     Args:
         options: `backend` (auto, fp8, emulate, bf16, off), `recipe` (a name or a file), `only`,
             `skip`, `include`, `roots` (patterns, as lists), `tokens`, `compile`, `cuda_graphs`,
-            `compat`, `report` (a file), `log_every`, `check`: those of `fp8patch train`.
+            `compat`, `report` (a file), `log_every`, `track`, `check`: those of `fp8patch train`.
 
     Raises:
         Fp8PatchError: An unknown option, or a value that is not allowed.

@@ -49,6 +49,8 @@ class Progress:
         if self._awaited and record.arrived(wait=stop):
             self._tell(self._awaited)
             self._awaited = 0
+        if run.tracking is not None:
+            run.tracking.after_step()
         run.overhead += time.perf_counter() - started
         if stop:
             if rank() == 0:

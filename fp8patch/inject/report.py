@@ -21,6 +21,7 @@ from fp8patch.inspect.source import source_of
 if TYPE_CHECKING:
     from fp8patch.inject.models import Model
     from fp8patch.inject.record import Record
+    from fp8patch.inject.track import Tracking
     from fp8patch.train_options import TrainOptions
 
 __all__ = ["check_lines", "progress_line", "report", "say_start", "say_summary", "write_report"]
@@ -38,6 +39,7 @@ class Facts(Protocol):
     hardware_name: str
     models: "list[Model]"
     record: "Record"
+    tracking: "Tracking | None"
     overhead: float
     conversion_seconds: float
 
@@ -119,6 +121,8 @@ def say_summary(run: "Facts") -> None:
         _say_fp8(values)
         _say_risks(values, run.options.report)
         _say_late(run.late())
+    if run.tracking is not None:
+        messages.note(run.tracking.line())
     for model in run.models:
         if model.blocks is not None:
             say_compiled(model.name, model.blocks)

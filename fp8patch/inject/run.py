@@ -11,7 +11,7 @@ from torch import nn
 
 from fp8patch import messages
 from fp8patch.errors import Fp8PatchError
-from fp8patch.inject import compat, conflicts, sidecar
+from fp8patch.inject import compat, conflicts, sidecar, track
 from fp8patch.inject.compile import compile_model
 from fp8patch.inject.models import (
     Ignored,
@@ -39,6 +39,7 @@ class Run:
     Attributes:
         execution: What the backend became, at the first model; None before.
         models: Models that were found to train.
+        tracking: What --track asks for; None without it.
         overhead: Seconds spent around the calls of models.
         off: `auto` found no FP8: everything is as without us.
     """
@@ -51,10 +52,11 @@ class Run:
         self.hardware_name = ""
         self.models: list[Model] = []
         self.overhead = 0.0
-        self.conversion_seconds = 0.0
-        self.off = False
-        self.record = Record(options.report is not None or options.log_every > 0, self._after_step)
-        self._progress = Progress(self)
+        self.conversion_seconds, self.off = 0.0, False
+        tells = bool(options.report or options.log_every)
+        self.record = Record(tells, lambda: self._progress.after_step())
+        self.tracking = track.tracking(options, self.models, self.record)
+        self._progress: Progress = Progress(self)
         self._known: dict[int, Model | Ignored] = {}
         self._refusal: Fp8PatchError | None = None
         self._banks: list[Any] = []
@@ -127,9 +129,6 @@ class Run:
         if self._unmatched and self.models and rank() == 0:
             messages.warn(f"--roots: no model is called {', '.join(sorted(self._unmatched))}.")
         self.write_status()
-
-    def _after_step(self) -> None:
-        self._progress.after_step()
 
     def write_status(self) -> None:
         """Tell the parent how far this process is."""
@@ -287,7 +286,7 @@ class Run:
     def _history(self, bank: Any) -> Any:
         from fp8patch.inject.history import History
 
-        return History(bank, self.options.log_every or (1 if self.options.report else 10))
+        return History(bank, self.options.read_every, fresh=self.options.track)
 
     def _share(self, module: nn.Module) -> Model | None:
         """`module` holds converted modules: an evaluation, a copy, a wrapper made later."""
