@@ -1,4 +1,4 @@
-"""What the page of a report draws: curves and maps of runs, of any length. No torch."""
+"""What page and picture of a report draw: curves and maps of runs, of any length. No torch."""
 
 import base64
 import math
@@ -9,13 +9,29 @@ from itertools import chain
 from typing import Any
 
 from fp8patch.errors import CheckpointError
+from fp8patch.inspect.run import last_loss
 from fp8patch.inspect.slots import SlotPoints
 from fp8patch.inspect.source import Source
 
-__all__ = ["METRICS", "ROLES", "check_runs", "drawing", "names_of"]
+__all__ = [
+    "FACTS",
+    "METRICS",
+    "ROLES",
+    "check_runs",
+    "drawing",
+    "facts_of",
+    "names_of",
+    "part",
+    "title_of",
+]
 
 METRICS = {"flushed": "flushed to zero", "saturated": "clipped", "non_finite": "not finite"}
 ROLES = {"input": "inputs", "weight": "weights", "grad_output": "gradients"}
+
+# Of each run, in this order; from the fourth on they are numbers.
+FACTS = (
+    "run", "ran in", "recipe", "steps", "last loss", "median step", "peak memory", "FLOPs in FP8"
+)  # fmt: skip
 
 _MOST_POINTS = 600
 # A cell of a map has 16 bits: 0 nothing cast, 1 nothing lost, from 2 on a part of 1e-8 to 1.
@@ -35,8 +51,32 @@ def names_of(sources: Sequence[Source]) -> list[str]:
     return names
 
 
+def title_of(names: Sequence[str], sources: Sequence[Source]) -> str:
+    """What the first run trained, and its name."""
+    return f"{', '.join(sources[0].models) or 'No model'}: {names[0]}"
+
+
+def facts_of(name: str, source: Source) -> list[str]:
+    """A text for each of `FACTS`, empty where the report has none."""
+    values = source.values
+    seconds, memory = values["median_step_seconds"], values["peak_memory_bytes"]
+    share = values["coverage"].get("fp8_flops_share")
+    where = f"{values['execution'] or values['backend']}, {values['device'] or 'no device'}"
+    ranks = values["world_size"]
+    return [
+        name,
+        where + (f", {ranks} ranks" if ranks > 1 else ""),
+        source.recipe if values["execution"] in ("fp8", "emulate") else "",
+        f"{values['steps']} ({values['state']})",
+        last_loss(values),
+        "" if seconds is None else f"{1000 * seconds:.1f} ms",
+        f"{memory / 2**30:.2f} GiB" if memory else "",
+        "" if not share else f"{100 * share:.1f}%",
+    ]
+
+
 def drawing(sources: Sequence[Source]) -> dict[str, Any]:
-    """JSON-safe; `page/report.js` draws it."""
+    """JSON-safe; `page/report.js` and `report_picture.py` draw it."""
     runs = []
     for name, source in zip(names_of(sources), sources, strict=True):
         values = source.values
@@ -104,6 +144,13 @@ def _code(count: int, seen: int) -> int:
         return 1
     place = 1 - math.log10(count / seen) / _FLOOR
     return 2 + round(_LEVELS * min(max(place, 0.0), 1.0))
+
+
+def part(code: int) -> float:
+    """The part of the values cast that a cell's code stands for; nan where nothing was cast."""
+    if code < 2:
+        return 0.0 if code else math.nan
+    return float(10 ** (_FLOOR * (1 - (code - 2) / _LEVELS)))
 
 
 def check_runs(sources: Sequence[Source], most: int) -> None:

@@ -9,11 +9,10 @@ from typing import Any
 
 from fp8patch import __version__
 from fp8patch.inspect.advice import advise, overrides, percent, recipe_lines
-from fp8patch.inspect.run import last_loss
 from fp8patch.inspect.slots import layers_of
 from fp8patch.inspect.source import Source
 from fp8patch.plan.types import CODES
-from fp8patch.report_data import METRICS, ROLES, drawing, names_of
+from fp8patch.report_data import FACTS, METRICS, ROLES, facts_of, names_of, title_of
 
 __all__ = ["MARK", "page"]
 
@@ -25,10 +24,13 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 _MOST_LAYERS = 15
 
 
-def page(sources: Sequence[Source]) -> str:
-    """The page of these runs, the first of which is what it is about; the others are compared."""
+def page(sources: Sequence[Source], drawn: dict[str, Any]) -> str:
+    """The page of these runs, the first of which is what it is about; the others are compared.
+
+    `drawn` is what `report_data.drawing` makes of them.
+    """
     names = names_of(sources)
-    data = json.dumps(drawing(sources), separators=(",", ":"), allow_nan=False)
+    data = json.dumps(drawn, separators=(",", ":"), allow_nan=False)
     first = sources[0]
     body = [
         _runs(names, sources),
@@ -38,7 +40,7 @@ def page(sources: Sequence[Source]) -> str:
         _skipped(first),
         *(_settings(name, source) for name, source in zip(names, sources, strict=True)),
     ]
-    title = f"{', '.join(first.models) or 'No model'}: {names[0]}"
+    title = title_of(names, sources)
     return "\n".join(
         [
             MARK,
@@ -89,26 +91,9 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]], numbers: Iterable
 def _runs(names: list[str], sources: Sequence[Source]) -> str:
     rows = []
     for at, (name, source) in enumerate(zip(names, sources, strict=True)):
-        values = source.values
-        seconds, memory = values["median_step_seconds"], values["peak_memory_bytes"]
-        share = values["coverage"].get("fp8_flops_share")
-        where = f"{values['execution'] or values['backend']}, {values['device'] or 'no device'}"
-        ranks = values["world_size"]
-        rows.append(
-            [
-                f'<span class="swatch" data-run="{at}"></span>{_text(name)}',
-                _text(where + (f", {ranks} ranks" if ranks > 1 else "")),
-                _text(source.recipe if values["execution"] in ("fp8", "emulate") else ""),
-                _text(f"{values['steps']} ({values['state']})"),
-                last_loss(values),
-                "" if seconds is None else f"{1000 * seconds:.1f} ms",
-                f"{memory / 2**30:.2f} GiB" if memory else "",
-                "" if not share else f"{100 * share:.1f}%",
-            ]
-        )
-    head = ("run", "ran in", "recipe", "steps", "last loss", "median step", "peak memory",
-            "FLOPs in FP8")  # fmt: skip
-    return f"<section><h2>Runs</h2>{_table(head, rows, range(3, 8))}</section>"
+        run, *others = map(_text, facts_of(name, source))
+        rows.append([f'<span class="swatch" data-run="{at}"></span>{run}', *others])
+    return f"<section><h2>Runs</h2>{_table(FACTS, rows, range(3, len(FACTS)))}</section>"
 
 
 def _curves(sources: Sequence[Source]) -> str:

@@ -1,14 +1,12 @@
 """What a benchmark found: its rows in a file, a table, a bar chart."""
 
-import errno
 import json
-import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fp8patch.errors import Fp8PatchError
+from fp8patch.output_files import figure, publish
 
 __all__ = [
     "REQUIRED",
@@ -55,7 +53,7 @@ def write_json(values: Any, path: Path) -> None:
         Fp8PatchError: The file cannot be written.
     """
     text = json.dumps(values, indent=1) + "\n"
-    _publish(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+    publish(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
 def check_targets(json_file: Path | None, plot_file: Path | None) -> None:
@@ -66,7 +64,7 @@ def check_targets(json_file: Path | None, plot_file: Path | None) -> None:
     """
     for path in (json_file, plot_file):
         if path is not None:
-            _publish(path, Path.touch, keep=False)
+            publish(path, Path.touch, keep=False)
     if plot_file is not None:
         known = _figure().canvas.get_supported_filetypes()
         if plot_file.suffix[1:].lower() not in known:
@@ -75,31 +73,9 @@ def check_targets(json_file: Path | None, plot_file: Path | None) -> None:
             )
 
 
-def _publish(path: Path, write: Callable[[Path], Any], *, keep: bool = True) -> None:
-    """`write` to a temporary name in the folder of `path`, which it then replaces."""
-    partial = path.parent / f".{os.getpid()}.{path.name}"
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        write(partial)
-        if keep:
-            partial.replace(path)
-    except OSError as error:
-        raise Fp8PatchError(f"{path}: cannot be written: {error.strerror}.") from None
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-
-
 def _figure(**options: Any) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise Fp8PatchError(
-            "a chart needs matplotlib: pip install 'fp8patch[plot]'. --json keeps the figures, and "
-            "--from-json draws them later."
-        ) from None
-    return Figure(**options)
+    instead = "--json keeps the figures, and --from-json draws them later."
+    return figure("a chart", instead, **options)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -212,12 +188,12 @@ def plot(rows: Rows, path: Path) -> None:
     workloads = list(dict.fromkeys(row["workload"] for row in measured))
     if not workloads:
         raise Fp8PatchError(f"{path}: nothing to draw: no contender has a step time.")
-    figure = _figure(figsize=(7.5, 0.9 + 2.6 * len(workloads)), layout="constrained")
-    panels = figure.subplots(len(workloads), 1, squeeze=False)[:, 0]
+    chart = _figure(figsize=(7.5, 0.9 + 2.6 * len(workloads)), layout="constrained")
+    panels = chart.subplots(len(workloads), 1, squeeze=False)[:, 0]
     for panel, workload in zip(panels, workloads, strict=True):
         _panel(panel, workload, [row for row in measured if row["workload"] == workload])
-    figure.suptitle("; ".join(dict.fromkeys(str(row["gpu"]) for row in measured)), fontsize=9)
-    _publish(path, lambda partial: figure.savefig(partial, dpi=150))
+    chart.suptitle("; ".join(dict.fromkeys(str(row["gpu"]) for row in measured)), fontsize=9)
+    publish(path, lambda partial: chart.savefig(partial, dpi=150))
 
 
 def _panel(panel: Any, workload: str, rows: Rows) -> None:

@@ -1,10 +1,8 @@
-"""`fp8patch report`: a page of one or several runs."""
+"""`fp8patch report`: a page of one or several runs, and a picture of it."""
 
-import errno
-import os
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,48 +24,69 @@ def report(
     out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path(
         "report.html"
     ),
+    png: Annotated[
+        Path | None, typer.Option("--png", help="A picture of it too, drawn with matplotlib.")
+    ] = None,
 ) -> None:
     """Write one HTML page of a run: loss, step time, every layer over time, what is not in FP8.
 
     The page is a single file that loads nothing from anywhere.
     """
+    if out.suffix.lower() == ".png":
+        raise typer.BadParameter(
+            f"{out}: is to be a page, in HTML. --png {out} writes a picture beside it.",
+            param_hint="'--out' / '-o'",
+        )
+    if png is not None and png.suffix.lower() != ".png":
+        raise typer.BadParameter(f"{png}: a picture's name ends in .png.", param_hint="'--png'")
     from fp8patch.inspect.source import read_source
-    from fp8patch.report_data import check_runs
-    from fp8patch.report_page import page
+    from fp8patch.report_data import check_runs, drawing
+    from fp8patch.report_page import MARK, page
 
     sources = [read_source(path) for path in runs]
     check_runs(sources, _MOST_RUNS)
-    _write(out.expanduser(), page(sources))
+    drawn = drawing(sources)
+    text = page(sources, drawn)
+    # A name that is no text is shown with a "?", in the page alone.
+    _write(
+        out.expanduser(),
+        lambda file: file.write_text(text, encoding="utf-8", errors="replace"),
+        MARK.encode(),
+        "page",
+    )
     typer.echo(f"Wrote {out}")
+    if png is not None:
+        from fp8patch import report_picture
+
+        _write(
+            png.expanduser(),
+            lambda file: report_picture.save_picture(sources, drawn, file),
+            report_picture.MARK,
+            "picture",
+        )
+        typer.echo(f"Wrote {png}")
 
 
-def _write(path: Path, text: str) -> None:
-    """Replace a page of ours, or make a new one; in one piece.
+def _write(path: Path, write: Callable[[Path], Any], mark: bytes, what: str) -> None:
+    """Replace a file of ours, which `mark` tells, or make a new one; in one piece.
 
     Raises:
         Fp8PatchError: It can't be written there, or what is there is something else.
     """
     from fp8patch.errors import Fp8PatchError
-    from fp8patch.report_page import MARK
+    from fp8patch.output_files import publish
 
-    temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if path.exists() and not (path.is_file() and _starts_with(path, MARK)):
+    def write_ours(partial: Path) -> None:
+        if path.exists() and not (path.is_file() and _begins_with(path, mark)):
             raise Fp8PatchError(
-                f"{path}: exists, and is no page of ours. Name another, or remove it."
+                f"{path}: exists, and is no {what} of ours. Name another, or remove it."
             )
-        # A name that is no text is shown with a "?", in the page alone.
-        temporary.write_text(text, encoding="utf-8", errors="replace")
-        os.replace(temporary, path)
-    except OSError as error:
-        raise Fp8PatchError(f"{path}: cannot be written: {error.strerror}.") from None
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        write(partial)
+
+    publish(path, write_ours)
 
 
-def _starts_with(path: Path, mark: str) -> bool:
+def _begins_with(path: Path, mark: bytes) -> bool:
+    """In its first bytes: a picture has its size before it."""
     with path.open("rb") as file:
-        return file.read(len(mark)) == mark.encode()
+        return mark in file.read(256)
