@@ -78,6 +78,20 @@ def test_recipe_lines_name_all_alike_by_one_pattern() -> None:
     assert recipe_lines({}) == []
 
 
+def test_recipe_lines_name_layers_as_their_model_does() -> None:
+    """A run with two models of one class: a recipe is for both."""
+    half = [500] * POINTS
+    slots = [
+        *slots_of(report(slot("up", saturated=half), slot("down"))["models"][0], "Net:"),
+        *slots_of(report(slot("up", flushed=half), slot("down"))["models"][0], "Net#2:"),
+    ]
+    advice = advise(layers_of(slots))
+    assert {path for item in advice for path in item.paths} == {"Net:up", "Net#2:up"}
+    chosen = overrides(advice, [s.path for s in slots])
+    assert list(chosen) == ["up"]
+    assert set(chosen["up"]) == {"fprop: bf16", "dgrad: bf16", "wgrad: bf16"}
+
+
 def yaml(text: str, path: Path) -> Any:
     import tempfile
 

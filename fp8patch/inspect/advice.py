@@ -120,8 +120,18 @@ def overrides(advice: Iterable[Advice], known: Iterable[str]) -> dict[str, tuple
         known: Paths of all converted layers: where all those that differ in numbers alone are
             advised the same, one pattern stands for them.
     """
-    found = patterns(remedies(advice), list(known))
+    wanted: dict[str, Remedy] = {}
+    for path, remedy in remedies(advice).items():
+        # A recipe is for all models of a run: one that needs BF16 decides, as between tensors.
+        if wanted.get(_in_its_model(path)) != "bf16":
+            wanted[_in_its_model(path)] = remedy
+    found = patterns(wanted, [_in_its_model(path) for path in known])
     return {pattern: _LINES[remedy] for pattern, remedy in found.items()}
+
+
+def _in_its_model(path: str) -> str:
+    """Without the "Name#2:" that tells the models of one run apart (source.py)."""
+    return path.rpartition(":")[2]
 
 
 def remedies(advice: Iterable[Advice]) -> dict[str, Remedy]:
