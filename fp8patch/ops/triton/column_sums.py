@@ -96,6 +96,9 @@ def cast_and_add_kernel(
         w = tile * (BM // 4) + tl.arange(0, BM // 4)
         n = w + BM // 4
         more = tile + 1 < last
+        if PTX == "":
+            # Triton's interpreter (3.9) takes no scalar that was computed for a mask.
+            more = (n < last * (BM // 4))[:, None]
         n0 = _raw_row(x, 4 * n, k, rows, end, more, stride_m, stride_k, EVEN)
         n1 = _raw_row(x, 4 * n + 1, k, rows, end, more, stride_m, stride_k, EVEN)
         n2 = _raw_row(x, 4 * n + 2, k, rows, end, more, stride_m, stride_k, EVEN)
