@@ -1,7 +1,6 @@
 """`fp8patch tune`: the recipe that a run's report advises, as a file."""
 
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -79,11 +78,11 @@ def _write(path: Path, text: str, report: Path, *, force: bool) -> None:
     """In one piece, under its name at the end.
 
     Raises:
-        RecipeError: It can't be written there, or something is there.
+        Fp8PatchError: It can't be written there, or something is there.
     """
     from fp8patch.errors import RecipeError
+    from fp8patch.output_files import publish
 
-    temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
     try:
         if path.is_dir():
             raise RecipeError(f"{path}: is a folder. Name a file.")
@@ -91,11 +90,7 @@ def _write(path: Path, text: str, report: Path, *, force: bool) -> None:
             raise RecipeError(f"{path}: is the report itself. Name another file.")
         if os.path.lexists(path) and not force:
             raise RecipeError(f"{path}: exists already. Name another, or replace it with --force.")
-        # A name that is no text is shown with a "?", in a comment alone.
-        temporary.write_text(text, encoding="utf-8", errors="replace")
-        os.replace(temporary, path)
     except OSError as error:
         raise RecipeError(f"{path}: cannot be written: {error.strerror}.") from None
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    # A name that is no text is shown with a "?", in a comment alone.
+    publish(path, lambda partial: partial.write_text(text, encoding="utf-8", errors="replace"))
