@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -9,7 +10,17 @@ from typing import Any
 
 from fp8patch.errors import Fp8PatchError
 
-__all__ = ["figure", "publish"]
+__all__ = ["figure", "partial_name", "publish"]
+
+_KEPT = 50  # characters, at most 200 bytes, of the 255 that a name may have
+
+
+def partial_name(path: Path) -> Path:
+    """Where this process writes what becomes `path`: beside it, hidden, ending as `path` does.
+
+    Any name that a file can have leads to one that a file can have, the longest too.
+    """
+    return path.with_name(f".{os.getpid()}.{path.name[-_KEPT:]}")
 
 
 def publish(path: Path, write: Callable[[Path], Any], *, keep: bool = True) -> None:
@@ -22,18 +33,22 @@ def publish(path: Path, write: Callable[[Path], Any], *, keep: bool = True) -> N
     Raises:
         Fp8PatchError: The file cannot be written.
     """
-    partial = path.parent / f".{os.getpid()}.{path.name}"
+    partial = None
     try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with suppress(FileNotFoundError):
+            # Raises what a name does that no file can have; `is_dir` would say no more than no.
+            if stat.S_ISDIR(path.stat().st_mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        partial = partial_name(path)
         write(partial)
         if keep:
             partial.replace(path)
     except OSError as error:
         raise Fp8PatchError(f"{path}: cannot be written: {error.strerror}.") from None
     finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
+        if partial is not None:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
 
 
 def figure(what: str, instead: str, **options: Any) -> Any:

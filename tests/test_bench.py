@@ -296,7 +296,7 @@ NO_GPU = hardware.classify("cpu", "CPU", problem="no GPU is visible")
         # Before a GPU is looked for, let alone used.
         (["tiny", "--json", "/no/such/rows.json"], 1, "rows.json: cannot be written: No such"),
         (["tiny", "--json", "/"], 1, "/: cannot be written: Is a directory"),
-        (["tiny", "--json", "n" * 250], 1, "cannot be written: File name too long"),
+        (["tiny", "--json", "n" * 300], 1, "cannot be written: File name too long"),
         (["tiny", "--plot", "/no/such/chart.png"], 1, "/no/such/chart.png"),
         (["tiny", "--plot", "chart"], 1, "chart"),
     ],

@@ -104,6 +104,7 @@ def test_options_reach_the_run(parse: Any, tmp_path: Path) -> None:
         ("--skip a/b s.py", 1, "skip: the pattern 'a/b' can match nothing"),
         ("--report /no/such/r.json s.py", 1, "--report: /no/such/r.json is in no folder"),
         ("--report . s.py", 1, "is a folder"),
+        (f"--report {'n' * 300} s.py", 1, "File name too long"),
     ],
 )
 def test_a_mistake_is_said_before_anything_starts(

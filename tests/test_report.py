@@ -137,7 +137,7 @@ def test_what_cannot_be_shown_is_one_line(tmp_path: Path) -> None:
         ([good, "-o", tmp_path / "none" / "page.html"], "cannot be written"),
         ([good, "-o", tmp_path], "cannot be written: Is a directory"),
         ([good, "-o", ""], "cannot be written: Is a directory"),
-        ([good, "-o", "n" * 250], "cannot be written: File name too long"),
+        ([good, "-o", "n" * 300], "cannot be written: File name too long"),
         # Would wait for a writer for ever, if it were read.
         ([good, "-o", tmp_path / "fifo"], "no page of ours"),
     ):

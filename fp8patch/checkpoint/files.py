@@ -5,6 +5,7 @@ is complete: `staging`, in a sibling `.NAME.fp8patch-new-…`.
 """
 
 import fcntl
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
@@ -37,6 +38,8 @@ __all__ = [
 Progress = Callable[[str, int, int], None]
 
 _CHUNK = 8 << 20
+# Of the 255 bytes a name may have, what is left by ".NAME.fp8patch-new-" and eight letters.
+_LONGEST = 255 - len("..fp8patch-new-") - 8
 # ioctl of Linux: the target shares the source's blocks until either is written to.
 _FICLONE = 0x40049409
 # Any one of them says that a directory is a checkpoint, which --force may replace.
@@ -189,7 +192,11 @@ def _reflink(reader: BinaryIO, writer: BinaryIO) -> bool:
 
 
 def _prefix(out: Path) -> str:
-    return f".{out.name}.fp8patch-"
+    """No other name's: what begins with it is removed, or put back as `out`."""
+    name = os.fsencode(out.name)
+    if len(name) <= _LONGEST:
+        return f".{out.name}.fp8patch-"
+    return f".{hashlib.sha256(name).hexdigest()}.fp8patch-"
 
 
 def _exists(out: Path) -> CheckpointError:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fp8patch.inject.coverage import Coverage
 from fp8patch.inject.series import Series
+from fp8patch.output_files import partial_name
 from fp8patch.readback import Readback
 
 __all__ = ["Record", "Status", "place", "rank", "write_json", "write_text"]
@@ -59,9 +60,9 @@ def write_json(path: str, values: dict[str, Any]) -> bool:
 
 def write_text(path: str, text: str) -> bool:
     """As `write_json`."""
-    temporary = f"{path}.{os.getpid()}.tmp"
     try:
-        Path(temporary).write_text(text, encoding="utf-8")
+        temporary = partial_name(Path(path))
+        temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
     except OSError:
         return False
