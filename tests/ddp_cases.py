@@ -1,6 +1,9 @@
 """Two ranks under DDP, each patched by `enable`; run as a program by test_inject_ddp.py.
 
-Prints one JSON object a rank: what each case saw.
+    python ddp_cases.py cpu|gpu DIRECTORY
+
+On GPUs, a rank has one to itself and NCCL where there are two, and shares the only one (gloo) else.
+Writes one JSON file a rank: what each case saw.
 """
 
 import json
@@ -31,20 +34,21 @@ class MLP(nn.Module):
 
 
 class Rank:
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self.rank, self.device = rank, device
         self.data = torch.Generator().manual_seed(rank)
         self.reductions = 0
         self.found: dict[str, Any] = {}
 
     def start(self) -> None:
         torch.manual_seed(0)
-        self.model = DistributedDataParallel(MLP())
+        self.model = DistributedDataParallel(MLP().to(self.device))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.reductions = 0
 
     def backward(self, loss_scale: float = 1.0) -> None:
         x = torch.randn(8, 32, generator=self.data) * (1 + 3 * self.rank)
+        x = x.to(self.device)
         (loss_scale * self.model(x).square().mean()).backward()
 
     def step(self) -> None:
@@ -89,10 +93,11 @@ class Rank:
             self.backward()
             self.step()
             if self.rank == 0:  # between a step and the next forward, when an update is due
+                x = torch.randn(4, 32, device=self.device)
                 with torch.no_grad():
-                    inner(torch.randn(4, 32))
-                inner(torch.randn(4, 32))
-                inner(torch.randn(4, 32)).sum()
+                    inner(x)
+                inner(x)
+                inner(x).sum()
         self.backward()
         self.note("one_rank_alone")
 
@@ -127,11 +132,16 @@ class Rank:
         self.note("counts", history=history.to_dict(), counted=steps)
 
 
-def work(rank: int, port: int, directory: str) -> None:
+def work(rank: int, port: int, where: str, directory: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    fp8patch.enable(backend="emulate", log_every=2)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    this = Rank(rank)
+    gpu, several = where == "gpu", torch.cuda.device_count() > 1
+    device = torch.device("cuda", rank if several else 0) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    recipe = os.path.join(directory, "recipe.yaml")
+    fp8patch.enable(backend="fp8" if gpu else "emulate", recipe=recipe, log_every=2)
+    dist.init_process_group("nccl" if gpu and several else "gloo", rank=rank, world_size=2)
+    this = Rank(rank, device)
     reduce = Slots.reduce
 
     def counted(*args: Any) -> None:
@@ -150,4 +160,8 @@ if __name__ == "__main__":
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(work, (port, sys.argv[1]), nprocs=2)
+    where, directory = sys.argv[1:]
+    # Every layer, also where that is predicted to be slower.
+    with open(os.path.join(directory, "recipe.yaml"), "w") as file:
+        file.write("base: delayed\nmin_gain: 0\n")
+    mp.spawn(work, (port, where, directory), nprocs=2)

@@ -1,4 +1,5 @@
-"""DDP over two CPU processes: one reduction a step, equal scales, and nobody left waiting."""
+"""DDP over two processes, on the CPU and on GPUs (NCCL, where there are two): one reduction a step,
+equal scales, counts of all ranks, and nobody left waiting."""
 
 import json
 import os
@@ -13,12 +14,12 @@ import pytest
 HERE = Path(__file__).resolve().parent
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+@pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What both ranks saw, and what they said."""
     directory = tmp_path_factory.mktemp("ranks")
     done = subprocess.run(
-        [sys.executable, HERE / "ddp_cases.py", directory],
+        [sys.executable, HERE / "ddp_cases.py", request.param, directory],
         capture_output=True,
         text=True,
         timeout=180,
