@@ -3,13 +3,9 @@
 Under Triton's interpreter on a CPU as far as that is right (test_triton_quantize.py says how far).
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from interpreted import check_interpreted
 from torch import Tensor
 
 from fp8patch import numerics
@@ -74,16 +70,7 @@ print("done")
 
 
 def test_kernels_under_the_interpreter() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=str(Path(__file__).resolve().parent.parent),
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.strip() == "done"
+    check_interpreted(SCRIPT)
 
 
 def _bank(rows: int, length: int, device: str) -> list[Tensor]:

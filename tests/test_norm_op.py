@@ -1,13 +1,10 @@
 """LayerNorm and RMSNorm as operators: against FP64, against the stock norms, and under Triton."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreted import check_interpreted
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -278,19 +275,7 @@ print("done")
 
 
 def test_kernels_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    root = str(Path(__file__).resolve().parent.parent)
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=root,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.strip() == "done"
+    check_interpreted(SCRIPT)
 
 
 @pytest.mark.gpu

@@ -1,13 +1,10 @@
 """A norm that casts its output: equal, bit for bit, to the cast of the output that it wrote."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreted import check_interpreted
 from torch import Tensor
 
 from fp8patch import numerics
@@ -172,16 +169,4 @@ print("done")
 
 
 def test_the_kernel_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    root = str(Path(__file__).resolve().parent.parent)
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=root,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.strip() == "done"
+    check_interpreted(SCRIPT)

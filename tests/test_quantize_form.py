@@ -1,14 +1,11 @@
 """`quantize_form`: on a CPU its definition, under Triton's interpreter the kernels' addressing, and
 on a GPU the kernels against that definition."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreted import check_interpreted
 from shapes import TENSORS, TensorCase, params
 from torch import Tensor
 
@@ -136,17 +133,7 @@ print("done")
 
 
 def test_kernels_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    tests = Path(__file__).resolve().parent
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(tests), str(tests.parent), environment.get("PYTHONPATH", "")]
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, check=False
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.strip() == "done"
+    check_interpreted(SCRIPT)
 
 
 def ordinal(x: Tensor) -> Tensor:

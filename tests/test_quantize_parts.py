@@ -1,14 +1,11 @@
 """`quantize_parts`: the cast of what `torch.cat` makes of the parts, to the bit: on a CPU, under
 Triton's interpreter (the kernels against those for whole matrices), and on a GPU."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreted import check_interpreted
 from torch import Tensor
 
 from fp8patch import numerics
@@ -141,17 +138,7 @@ print("done")
 
 
 def test_kernels_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    tests = Path(__file__).resolve().parent
-    environment: dict[str, Any] = {**os.environ, "TRITON_INTERPRET": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(tests), str(tests.parent), environment.get("PYTHONPATH", "")]
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, check=False
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.strip() == "done"
+    check_interpreted(SCRIPT)
 
 
 ON_GPU = [*CASES, (25216, (1280, 1280, 1280)), (3000, (1024, 256, 256)), (4096, (768, 768))]

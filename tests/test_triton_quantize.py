@@ -7,13 +7,9 @@ transposes, amax and scales are checked exactly here and values as far as that; 
 proven on a GPU, by scripts/check_gpu.py and by the tests marked `gpu`.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from interpreted import check_interpreted
 from shapes import DTYPES, TENSORS, params
 
 from fp8patch import numerics
@@ -23,7 +19,6 @@ pytest.importorskip("triton")
 
 # The interpreter is chosen when Triton is imported, so it gets a process of its own.
 SCRIPT = """
-import sys
 import torch
 from fp8patch import numerics
 from fp8patch.ops.triton import column_sums
@@ -102,18 +97,7 @@ print("done")
 
 
 def test_kernel_under_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    root = str(Path(__file__).resolve().parent.parent)
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=root,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.strip() == "done"
+    check_interpreted(SCRIPT)
 
 
 def _cast(x: torch.Tensor, e5m2: bool, live: bool) -> list[torch.Tensor]:
