@@ -27,6 +27,9 @@ from torch import Tensor
 
 from fp8patch import messages, numerics
 
+# What the operators that compute something before they cast take last, as `quantize` does.
+FLAGS = ("observe", "transpose", "column_sums")
+
 # The GEMMs want the contracted size in multiples of 16 bytes.
 ALIGNMENT = 16
 
@@ -64,7 +67,8 @@ def padded(size: int) -> int:
     return (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
-def _dtype(e5m2: bool) -> torch.dtype:
+def dtype_of(e5m2: bool) -> torch.dtype:
+    """The FP8 format."""
     return numerics.E5M2 if e5m2 else numerics.E4M3
 
 
@@ -127,7 +131,7 @@ def quantize_now(
 
     Column sums that were not asked for are None: an empty tensor takes as long as any.
     """
-    dtype = _dtype(e5m2)
+    dtype = dtype_of(e5m2)
     if scale.data_ptr() in _cold:
         _cold_used.add(scale.data_ptr())
         live = True
@@ -154,9 +158,16 @@ def quantize_now(
     return _pad(x_fp8, x.shape[0], padded(x.shape[1])), x_fp8_t, used.reciprocal(), sums
 
 
-def _quantize(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, rows_t, scale_inv, sums = quantize_now(x, *rest)
+def as_traced(
+    cast: tuple[Tensor, Tensor, Tensor, Tensor | None],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `quantize_now` returns as an operator has to: nothing is an empty tensor."""
+    rows, rows_t, scale_inv, sums = cast
     return rows, rows_t, scale_inv, scale_inv.new_empty(0) if sums is None else sums
+
+
+def _quantize(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return as_traced(quantize_now(x, *rest))
 
 
 def _quantize_fake(
@@ -172,10 +183,10 @@ def _quantize_fake(
     column_sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, cols = x.shape
-    x_fp8 = x.new_empty((rows, padded(cols)), dtype=_dtype(e5m2))
+    x_fp8 = x.new_empty((rows, padded(cols)), dtype=dtype_of(e5m2))
     shape = (padded(cols), padded(rows)) if transpose else (0, 0)
     sums = x.new_empty((cols if column_sums else 0,), dtype=torch.float32)
-    return x_fp8, x.new_empty(shape, dtype=_dtype(e5m2)), torch.empty_like(scale), sums
+    return x_fp8, x.new_empty(shape, dtype=dtype_of(e5m2)), torch.empty_like(scale), sums
 
 
 # By hand and not by the `custom_op` decorator, whose wrapper costs time on each call.
@@ -247,7 +258,7 @@ def quantize_rowwise(
         K, 1]. The transpose is quantised by *its* rows (the columns of x), so it holds other
         values.
     """
-    dtype = _dtype(e5m2)
+    dtype = dtype_of(e5m2)
     x_fp8, scale = numerics.quantize_rowwise(x, dtype, limit)
     x_fp8 = x_fp8.contiguous()
     if observe:
@@ -273,8 +284,8 @@ def _(
     transpose: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, cols = x.shape
-    x_fp8 = x.new_empty((rows, padded(cols)), dtype=_dtype(e5m2))
+    x_fp8 = x.new_empty((rows, padded(cols)), dtype=dtype_of(e5m2))
     shape = (padded(cols), padded(rows)) if transpose else (0, 0)
-    x_fp8_t = x.new_empty(shape, dtype=_dtype(e5m2))
+    x_fp8_t = x.new_empty(shape, dtype=dtype_of(e5m2))
     scale_inv = x.new_empty((rows, 1), dtype=torch.float32)
     return x_fp8, x_fp8_t, scale_inv, x.new_empty((shape[0], 1), dtype=torch.float32)

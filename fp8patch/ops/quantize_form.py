@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8patch import numerics
 from fp8patch.ops.norm import kernels, register
-from fp8patch.ops.quantize import is_cold, quantize_now
+from fp8patch.ops.quantize import FLAGS, as_traced, dtype_of, is_cold, quantize_now
 
 _INV_SQRT_2, _INV_SQRT_2PI = 0.7071067811865476, 0.3989422804014327
 # tanh GELU is 0.5 x (1 + tanh(_B (x + _C x^3))).
@@ -66,42 +65,21 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def _now(
-    x: Tensor,
-    y: Tensor | None,
-    form: str,
-    scale: Tensor,
-    amax: Tensor,
-    counts: Tensor,
-    limit: float,
-    e5m2: bool,
-    observe: bool,
-    transpose: bool,
-    column_sums: bool,
+    x: Tensor, y: Tensor | None, form: str, *terms: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    scale, amax, counts, limit, e5m2, *flags = terms
     # A cold scale needs the amax first, for which the result has to be there.
     if x.is_cuda and x.numel() and not is_cold(scale) and kernels() is not None:
         from fp8patch.ops.triton.quantize import quantize as kernel
 
-        rows, rows_t, scale_inv, sums = kernel(
-            x.contiguous(),
-            scale,
-            amax,
-            counts,
-            limit,
-            numerics.E5M2 if e5m2 else numerics.E4M3,
-            live=False,
-            observe=observe,
-            transpose=transpose,
-            column_sums=column_sums,
-            form=form,
-            y=None if y is None else y.contiguous(),
+        y = None if y is None else y.contiguous()
+        named = dict(zip(FLAGS, flags, strict=True))
+        x, dtype = x.contiguous(), dtype_of(e5m2)
+        return as_traced(
+            kernel(x, scale, amax, counts, limit, dtype, live=False, form=form, y=y, **named)
         )
-    else:
-        value = FORMS[form](x, x if y is None else y)
-        rows, rows_t, scale_inv, sums = quantize_now(
-            value, scale, amax, counts, limit, e5m2, False, observe, transpose, column_sums
-        )
-    return rows, rows_t, scale_inv, scale_inv.new_empty(0) if sums is None else sums
+    value = FORMS[form](x, x if y is None else y)
+    return as_traced(quantize_now(value, scale, amax, counts, limit, e5m2, False, *flags))
 
 
 def _fake(

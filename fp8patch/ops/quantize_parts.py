@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8patch import numerics
 from fp8patch.ops.norm import register
-from fp8patch.ops.quantize import is_cold, quantize_now
+from fp8patch.ops.quantize import FLAGS, as_traced, dtype_of, is_cold, quantize_now
 
 # A part as wide as a multiple of this needs no joining on a GPU.
 COLUMNS = 64
@@ -34,37 +33,17 @@ def _kernels() -> Any:
     return parts
 
 
-def _now(
-    parts: list[Tensor],
-    scale: Tensor,
-    amax: Tensor,
-    counts: Tensor,
-    limit: float,
-    e5m2: bool,
-    observe: bool,
-    transpose: bool,
-    column_sums: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _now(parts: list[Tensor], *terms: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    scale, amax, counts, limit, e5m2, *flags = terms
     # A cold scale needs the amax first, of all parts.
     kernels = _kernels() if parts[0].is_cuda and not is_cold(scale) else None
     if kernels is not None and kernels.can_read(parts):
-        rows, rows_t, scale_inv, sums = kernels.quantize_parts(
-            parts,
-            scale,
-            amax,
-            counts,
-            limit,
-            numerics.E5M2 if e5m2 else numerics.E4M3,
-            observe=observe,
-            transpose=transpose,
-            column_sums=column_sums,
+        named = dict(zip(FLAGS, flags, strict=True))
+        return as_traced(
+            kernels.quantize_parts(parts, scale, amax, counts, limit, dtype_of(e5m2), **named)
         )
-    else:
-        x = torch.cat(parts, 1)
-        rows, rows_t, scale_inv, sums = quantize_now(
-            x, scale, amax, counts, limit, e5m2, False, observe, transpose, column_sums
-        )
-    return rows, rows_t, scale_inv, scale_inv.new_empty(0) if sums is None else sums
+    x = torch.cat(parts, 1)
+    return as_traced(quantize_now(x, scale, amax, counts, limit, e5m2, False, *flags))
 
 
 def _fake(parts: list[Tensor], *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
