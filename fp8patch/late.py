@@ -57,7 +57,12 @@ class LateCasts:
     def catch_up_while_tracing(self) -> None:
         """As `catch_up`; what is being traced goes on seeing that there was something to do."""
         while self._jobs:
-            self._jobs.pop(0)[0]()
+            launch, undo = self._jobs.pop(0)
+            try:
+                launch()
+            except BaseException:
+                undo()  # Noted as cast already; a script may catch this and go on.
+                raise
 
     def _forget(self) -> None:
         self._jobs.clear()

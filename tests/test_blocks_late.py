@@ -151,6 +151,27 @@ def test_a_forward_that_fails_leaves_nothing_to_do(monkeypatch: pytest.MonkeyPat
     assert model.events[-1] == "weights"
 
 
+def test_a_launch_that_fails_is_undone() -> None:
+    """Out of memory, say: what was noted as cast is not."""
+    late = LateCasts()
+    late.wanted = True
+    done: list[str] = []
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    late.begin(1, training=True)
+    late.defer(fail, lambda: done.append("first undone"))
+    late.defer(lambda: done.append("second"), lambda: done.append("second undone"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        late.catch_up()
+    assert done == ["first undone"]
+    late.catch_up()
+    assert done == ["first undone", "second"]
+    late.begin(2, training=True)
+    assert done == ["first undone", "second"]
+
+
 def test_casts_that_are_dropped_are_made_again() -> None:
     model = build()
     step(model, torch.randn(4, 8, D), None)
