@@ -11,6 +11,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 
 import fp8patch
+from fp8patch import messages
 from fp8patch.blocks import fuse as fusing
 from fp8patch.blocks import run
 from fp8patch.inspect.metrics import metrics
@@ -225,13 +226,17 @@ def test_what_is_compiled_is_found_again_for_the_same_operators_only(
     assert {"fuse.py", "fuse_parts.py", "quantize.py", "quantize_form.py", "gemm.py"} <= named
 
 
-def test_inductor_takes_the_options() -> None:
+def test_inductor_takes_the_options(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "_seen", set())
     options = run._for_inductor(graphs=True)
     assert options["triton.cudagraphs"]
     assert torch.compile(lambda x: x, options=dict(options)) is not None
-    # A pass that somebody else has set stays.
+    # A pass that somebody else has set stays, and that is said.
     with torch._inductor.config.patch(post_grad_custom_pre_pass=lambda graph: None):
         assert run._for_inductor(graphs=False) == {}
+    assert "post_grad_custom_pre_pass already" in capsys.readouterr().err
 
 
 def losses_on_a_gpu(graphs: bool, block: Callable[[], nn.Module] = gelu) -> list[float]:

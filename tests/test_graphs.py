@@ -126,6 +126,7 @@ def test_what_is_saved_elsewhere_is_no_graphs(
     with torch.autograd.graph.save_on_cpu():
         watched.forward()
     assert wrote == [True, False]
+    assert not watched.found.ran_graphs  # as nothing was handed over by one
     assert "save for backward goes through hooks" in capsys.readouterr().err
 
 

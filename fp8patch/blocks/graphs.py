@@ -71,7 +71,7 @@ class Graphs:
 
     Attributes:
         structures: What they are recorded of.
-        used: A training forward was to run as graphs, by now.
+        used: A block has run as a graph, by now.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -106,7 +106,6 @@ class Graphs:
             )
             return COMPILED
         _step = _Step()
-        self.used = True
         torch.compiler.cudagraph_mark_step_begin()
         return GRAPHS
 
@@ -165,6 +164,7 @@ class Graphs:
 
     def wrote(self, output: Any) -> None:
         """A block that ran as a graph has returned `output`."""
+        self.used = True
         for tensor in tensors_in(output):
             self._written.add(tensor.untyped_storage().data_ptr())
             node = _compiled_node(tensor.grad_fn)

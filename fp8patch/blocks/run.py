@@ -104,6 +104,12 @@ def _for_inductor(graphs: bool) -> dict[str, Any]:
         from fp8patch.blocks.fuse import FUSE_CASTS
 
         options["post_grad_custom_pre_pass"] = FUSE_CASTS
+    else:
+        messages.once(
+            "a pass of its own",
+            "Inductor has a post_grad_custom_pre_pass already, so activations are not computed by "
+            "the casts that read them.",
+        )
     return options
 
 
