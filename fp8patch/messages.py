@@ -8,7 +8,7 @@ import threading
 from contextlib import AbstractContextManager, nullcontext
 from typing import TextIO
 
-__all__ = ["note", "once", "one_line", "warn"]
+__all__ = ["note", "once", "one_line", "printable", "warn"]
 
 _seen: set[str] = set()
 _lock = threading.Lock()
@@ -43,6 +43,11 @@ def one_line(error: BaseException) -> str:
     long, without a full stop. Its class name where it says nothing."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text[:_LONGEST] + "…" if len(text) > _LONGEST else text.rstrip(".")
+
+
+def printable(text: str) -> str:
+    """`text` with a "?" for what ends a line, or is no text (in the name of a file or module)."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
 def _write(text: str) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from fp8patch import __version__
 from fp8patch.inspect.slots import layers_of
 from fp8patch.inspect.source import Source
+from fp8patch.messages import printable
 from fp8patch.output_files import figure
 from fp8patch.report_data import FACTS, METRICS, ROLES, facts_of, part, title_of
 
@@ -67,7 +68,7 @@ class _Sheet:
         self._panels: list[tuple[Any, tuple[float, float, float, float]]] = []
 
     def text(self, x: float, text: str, **options: Any) -> None:
-        made = self.sheet.text(0, 0, _clean(text), **{"va": "baseline", **options})
+        made = self.sheet.text(0, 0, printable(text), **{"va": "baseline", **options})
         self._texts.append((made, x, self.down))
 
     def panel(self, x: float, width: float, height: float) -> Any:
@@ -216,7 +217,7 @@ def _map(panel: Any, parts: Any, steps: Sequence[int], names: Sequence[str]) -> 
     # Clipped to it, nothing lost has the lowest colour.
     norm = LogNorm(1e-8, 1, clip=True)
     image = panel.imshow(parts, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
-    panel.set_yticks(range(len(names)), [_clean(name) for name in names], fontsize=_SMALL)
+    panel.set_yticks(range(len(names)), [printable(name) for name in names], fontsize=_SMALL)
     ends = [steps[0], steps[-1]][: len(steps)]
     panel.set_xticks([-0.5, len(steps) - 0.5][: len(ends)], [f"step {end:,}" for end in ends])
     for label, side in zip(panel.get_xticklabels(), ("left", "right"), strict=False):
@@ -230,8 +231,3 @@ def _cut(text: str, room: int) -> str:
 
 def _tail(text: str, room: int) -> str:
     return text if len(text) <= room else "…" + text[1 - room :]
-
-
-def _clean(text: str) -> str:
-    """Without what no font draws: line ends, bytes of a file's name that are no text."""
-    return "".join(c if c.isprintable() else "?" for c in text)

@@ -122,6 +122,7 @@ WITHOUT_TORCH = (
     "recipe_facts.py",
     "train_options.py",
     "output_files.py",
+    "child_python.py",
     "bootstrap/sitecustomize.py",
     "inspect/advice.py",
     "inspect/run.py",

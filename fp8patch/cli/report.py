@@ -77,7 +77,7 @@ def _write(path: Path, write: Callable[[Path], Any], mark: bytes, what: str) -> 
     from fp8patch.output_files import publish
 
     def write_ours(partial: Path) -> None:
-        if path.exists() and not (path.is_file() and _begins_with(path, mark)):
+        if path.exists() and not (path.is_file() and _has_mark(path, mark)):
             raise Fp8PatchError(
                 f"{path}: exists, and is no {what} of ours. Name another, or remove it."
             )
@@ -86,7 +86,7 @@ def _write(path: Path, write: Callable[[Path], Any], mark: bytes, what: str) -> 
     publish(path, write_ours)
 
 
-def _begins_with(path: Path, mark: bytes) -> bool:
+def _has_mark(path: Path, mark: bytes) -> bool:
     """In its first bytes: a picture has its size before it."""
     with path.open("rb") as file:
         return mark in file.read(256)

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8patch.errors import Fp8PatchError
 from fp8patch.inject.coverage import Coverage
 from fp8patch.inject.series import Series
-from fp8patch.output_files import partial_name
+from fp8patch.output_files import publish
 from fp8patch.readback import Readback
 
 __all__ = ["Record", "Status", "place", "rank", "write_json", "write_text"]
@@ -61,10 +62,8 @@ def write_json(path: str, values: dict[str, Any]) -> bool:
 def write_text(path: str, text: str) -> bool:
     """As `write_json`."""
     try:
-        temporary = partial_name(Path(path))
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError:
+        publish(Path(path), lambda partial: partial.write_text(text, encoding="utf-8"))
+    except Fp8PatchError:
         return False
     return True
 

@@ -21,6 +21,7 @@ from fp8patch.inspect.advice import (
 from fp8patch.inspect.run import slots_of
 from fp8patch.inspect.slots import Layer, layers_of
 from fp8patch.inspect.source import Source
+from fp8patch.messages import printable
 from fp8patch.plan.patterns import matches
 from fp8patch.recipe import Recipe, builtin_names
 from fp8patch.recipe_facts import differences, override_line, yaml_value
@@ -254,7 +255,7 @@ def recipe_file(tuned: Tuned, name: str) -> str:
 
 
 def _text(tuned: Tuned, name: str, *, comments: bool) -> str:
-    run, ran = map(_plain, tuned.source)
+    run, ran = map(printable, tuned.source)
     recipe = tuned.recipe.replace(overrides={})
     # A file can't build on the recipe that it is named after.
     bases = [base for base in builtin_names() if base != name]
@@ -265,11 +266,6 @@ def _text(tuned: Tuned, name: str, *, comments: bool) -> str:
     lines.append("overrides:")
     for each in tuned.recipe.overrides:
         if comments and each.pattern in tuned.reasons:
-            lines.append(f"  # {_plain(tuned.reasons[each.pattern])}")
+            lines.append(f"  # {printable(tuned.reasons[each.pattern])}")
         lines.append(override_line(each))
     return "\n".join(lines) + "\n"
-
-
-def _plain(text: str) -> str:
-    """On one line of a comment, whatever a name holds."""
-    return "".join(sign if sign.isprintable() else "?" for sign in text)

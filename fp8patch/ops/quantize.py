@@ -103,16 +103,16 @@ def _record(amax: Tensor, counts: Tensor, live: Tensor, seen: Tensor) -> None:
 
 
 @cache
-def _kernels() -> Any:
+def kernels() -> Any:
     """The Triton kernels, or None where there is no Triton (the plain form is slow on a GPU)."""
     try:
-        from fp8patch.ops.triton import quantize as kernels
+        from fp8patch.ops.triton import quantize as found
     except ImportError as error:
         messages.note(
             f"no Triton here ({error}), so casts to FP8 run as plain PyTorch: right, but slow."
         )
         return None
-    return kernels
+    return found
 
 
 def quantize_now(
@@ -135,8 +135,8 @@ def quantize_now(
     if scale.data_ptr() in _cold:
         _cold_used.add(scale.data_ptr())
         live = True
-    if x.is_cuda and x.numel() and (kernels := _kernels()) is not None:
-        return kernels.quantize(  # type: ignore[no-any-return]
+    if x.is_cuda and x.numel() and (found := kernels()) is not None:
+        return found.quantize(  # type: ignore[no-any-return]
             x,
             scale,
             amax,

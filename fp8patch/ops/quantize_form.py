@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8patch.ops.norm import kernels, register
-from fp8patch.ops.quantize import FLAGS, as_traced, dtype_of, is_cold, quantize_now
+from fp8patch.ops.norm import register
+from fp8patch.ops.quantize import FLAGS, as_traced, dtype_of, is_cold, kernels, quantize_now
 
 _INV_SQRT_2, _INV_SQRT_2PI = 0.7071067811865476, 0.3989422804014327
 # tanh GELU is 0.5 x (1 + tanh(_B (x + _C x^3))).
@@ -69,15 +69,12 @@ def _now(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scale, amax, counts, limit, e5m2, *flags = terms
     # A cold scale needs the amax first, for which the result has to be there.
-    if x.is_cuda and x.numel() and not is_cold(scale) and kernels() is not None:
-        from fp8patch.ops.triton.quantize import quantize as kernel
-
-        y = None if y is None else y.contiguous()
+    found = kernels() if x.is_cuda and x.numel() and not is_cold(scale) else None
+    if found is not None:
         named = dict(zip(FLAGS, flags, strict=True))
-        x, dtype = x.contiguous(), dtype_of(e5m2)
-        return as_traced(
-            kernel(x, scale, amax, counts, limit, dtype, live=False, form=form, y=y, **named)
-        )
+        named |= {"form": form, "y": None if y is None else y.contiguous(), "live": False}
+        slot = scale, amax, counts
+        return as_traced(found.quantize(x.contiguous(), *slot, limit, dtype_of(e5m2), **named))
     value = FORMS[form](x, x if y is None else y)
     return as_traced(quantize_now(value, scale, amax, counts, limit, e5m2, False, *flags))
 
