@@ -10,7 +10,7 @@ from typing import Any
 
 from fp8patch.errors import Fp8PatchError
 
-__all__ = ["figure", "partial_name", "publish"]
+__all__ = ["figure", "holds", "partial_name", "publish"]
 
 _KEPT = 50  # characters, at most 200 bytes, of the 255 that a name may have
 
@@ -30,25 +30,37 @@ def publish(path: Path, write: Callable[[Path], Any], *, keep: bool = True) -> N
         write: Is given the temporary name, which ends as `path` does.
         keep: False only tries whether it could be written.
 
+    A link stays, and what it names is replaced.
+
     Raises:
-        Fp8PatchError: The file cannot be written.
+        Fp8PatchError: The file cannot be written, or is none that can be replaced.
     """
     partial = None
     try:
+        target = Path(os.path.realpath(path))
         with suppress(FileNotFoundError):
             # Raises what a name does that no file can have; `is_dir` would say no more than no.
-            if stat.S_ISDIR(path.stat().st_mode):
+            mode = target.stat().st_mode
+            if stat.S_ISDIR(mode):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        partial = partial_name(path)
+            if not stat.S_ISREG(mode):
+                raise Fp8PatchError(f"{path}: is a device or a pipe. Name a file.")
+        partial = partial_name(target)
         write(partial)
         if keep:
-            partial.replace(path)
+            partial.replace(target)
     except OSError as error:
         raise Fp8PatchError(f"{path}: cannot be written: {error.strerror}.") from None
     finally:
         if partial is not None:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
+
+
+def holds(path: Path, mark: bytes) -> bool:
+    """Is `mark` in the first bytes of the file? (A picture has its size before it.)"""
+    with path.open("rb") as file:
+        return mark in file.read(256)
 
 
 def figure(what: str, instead: str, **options: Any) -> Any:

@@ -115,6 +115,18 @@ def test_a_mistake_is_said_before_anything_starts(
     assert text in " ".join(re.sub("[│╭╮╰╯─]", " ", result.stderr).split())
 
 
+def test_a_report_replaces_no_file_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "s.py"
+    script.write_text("precious = True\n")
+    result = CliRunner().invoke(cli.app, ["train", "--report", "s.py", "s.py"])
+    assert result.exit_code == 1
+    assert "--report: s.py exists, and is no report" in " ".join(result.stderr.split())
+    assert script.read_text() == "precious = True\n"
+
+
 # -- beside the bare script -------------------------------------------------------------------
 
 SEES = """

@@ -209,6 +209,41 @@ def test_where_nothing_repeats(
     assert "nothing to compile" in capsys.readouterr().err
 
 
+class Breaking(torch.nn.Module):
+    """What it does depends on a value: no graph has all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x) if x.detach().sum().item() < 1e9 else x
+
+
+def test_blocks_that_are_left_eager_are_not_said_to_be_compiled(
+    graphs: CompileCounterWithBackend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Sequential(Breaking(), Breaking())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with armed(backend="emulate", compile=True, include=["*"]) as run:
+        for _ in range(3):
+            model(torch.randn(4, 32)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        run.finish()
+    said = capsys.readouterr().err
+    assert "left eager: 0 to 1 (Breaking)" in said
+    assert "blocks compiled" not in said
+
+
+def test_what_chooses_every_layer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16))
+    with armed(backend="emulate", skip=["*"]):
+        model(torch.randn(4, 32)).sum().backward()
+    said = capsys.readouterr().err
+    assert "2 pattern. `skip` or `overrides` of the recipe, or --skip, choose all of them." in said
+
+
 def test_without_a_gpu_graphs_are_compiled_blocks(
     graphs: CompileCounterWithBackend, capsys: pytest.CaptureFixture[str]
 ) -> None:

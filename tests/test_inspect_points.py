@@ -1,5 +1,6 @@
 """What the points of a run say: ratios, drift, advice, sparklines."""
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,16 @@ def test_recipe_lines_name_all_alike_by_one_pattern() -> None:
         path = Path("recipe.yaml")
         assert yaml(text, path) == {"overrides": wanted}
     assert recipe_lines({}) == []
+
+
+def test_recipe_lines_choose_names_that_hold_signs_of_patterns() -> None:
+    half = [500] * POINTS
+    names = ["b.a[0]", "b.st*r", "b.1[x]", "b.2[x]"]
+    slots = slots_of(report(*(slot(n, saturated=half) for n in names), slot("b.a0"))["models"][0])
+    chosen = overrides(advise(layers_of(slots)), [s.path for s in slots])
+    for name in names:
+        assert any(fnmatchcase(name, pattern) for pattern in chosen)
+    assert not any(fnmatchcase(other, p) for p in chosen for other in ("b.a0", "b.star", "b.1x"))
 
 
 def test_recipe_lines_name_layers_as_their_model_does() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fp8patch.bench.report import check_targets, write_rows
 from fp8patch.checkpoint.files import staging
 from fp8patch.errors import Fp8PatchError
 from fp8patch.inject.record import write_json
@@ -64,6 +65,46 @@ def test_long_names_that_begin_alike_leave_each_other_alone(tmp_path: Path) -> N
             assert kept.is_dir()
             assert work.name.split("new-")[0] != theirs.name.split("new-")[0]
     assert (one / "config.json").read_text() == "one"
+
+
+def test_a_link_stays(tmp_path: Path) -> None:
+    target, link, dangling = (tmp_path / name for name in ("target", "link", "dangling"))
+    link.symlink_to(target)
+    dangling.symlink_to(tmp_path / "new")
+    target.write_text("old")
+    for path in (link, dangling):
+        publish(path, lambda partial: partial.write_text("written"))
+        assert path.is_symlink()
+        assert path.read_text() == "written"
+    assert target.read_text() == (tmp_path / "new").read_text() == "written"
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_pipe_or_a_device_stays(keep: bool, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(Fp8PatchError, match="pipe: is a device or a pipe"):
+        publish(pipe, lambda partial: partial.write_text("new"), keep=keep)
+    assert pipe.is_fifo()
+    with pytest.raises(Fp8PatchError, match="/dev/null: is a device or a pipe"):
+        publish(Path("/dev/null"), lambda partial: partial.write_text("new"), keep=False)
+    assert not write_json(str(pipe), {})
+
+
+def test_what_cannot_be_written_to_the_end_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    assert not write_json(str(tmp_path / "folder"), {"a": 1})
+    assert [entry.name for entry in tmp_path.iterdir()] == ["folder"]
+
+
+def test_bench_replaces_rows_alone(tmp_path: Path) -> None:
+    rows, notes = tmp_path / "rows.json", tmp_path / "notes"
+    check_targets(rows, None)
+    write_rows([{"workload": "tiny", "step_ms": 1.0}], rows)
+    check_targets(rows, None)
+    notes.write_text("my own notes")
+    with pytest.raises(Fp8PatchError, match="notes: exists, and holds no rows of ours"):
+        check_targets(notes, None)
 
 
 @pytest.mark.parametrize("keep", [True, False])

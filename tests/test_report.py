@@ -139,7 +139,7 @@ def test_what_cannot_be_shown_is_one_line(tmp_path: Path) -> None:
         ([good, "-o", ""], "cannot be written: Is a directory"),
         ([good, "-o", "n" * 300], "cannot be written: File name too long"),
         # Would wait for a writer for ever, if it were read.
-        ([good, "-o", tmp_path / "fifo"], "no page of ours"),
+        ([good, "-o", tmp_path / "fifo"], "is a device or a pipe"),
     ):
         done = run("report", *args)
         assert done.exit_code == 1, args

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8patch.errors import Fp8PatchError
-from fp8patch.output_files import figure, publish
+from fp8patch.output_files import figure, holds, publish
 
 __all__ = [
     "REQUIRED",
@@ -65,6 +65,10 @@ def check_targets(json_file: Path | None, plot_file: Path | None) -> None:
     for path in (json_file, plot_file):
         if path is not None:
             publish(path, Path.touch, keep=False)
+    if json_file is not None and json_file.exists() and json_file.stat().st_size:
+        # Rows of workloads; or what --gemm writes.
+        if not any(holds(json_file, mark) for mark in (b'"workload": ', b'"gpu": ')):
+            raise Fp8PatchError(f"{json_file}: exists, and holds no rows of ours. Name another.")
     if plot_file is not None:
         known = _figure().canvas.get_supported_filetypes()
         if plot_file.suffix[1:].lower() not in known:

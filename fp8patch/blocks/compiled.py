@@ -125,6 +125,16 @@ class CompiledBlocks:
         return self._graphs is not None and self._graphs.used
 
     @property
+    def compiled(self) -> dict[str, int]:
+        """{name of a structure: blocks that run compiled, the first shapes at least}."""
+        found: dict[str, int] = {}
+        for _, call in self._calls:
+            failed = any(not dynamic for dynamic, _ in call.structure.failed)
+            if call.left is None and not failed:
+                found[call.structure.name] = found.get(call.structure.name, 0) + 1
+        return found
+
+    @property
     def left(self) -> dict[str, str]:
         """{path of a block, or name of a structure: why it is left eager}, by now."""
         found = dict(self._taken)

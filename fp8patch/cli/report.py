@@ -74,19 +74,13 @@ def _write(path: Path, write: Callable[[Path], Any], mark: bytes, what: str) -> 
         Fp8PatchError: It can't be written there, or what is there is something else.
     """
     from fp8patch.errors import Fp8PatchError
-    from fp8patch.output_files import publish
+    from fp8patch.output_files import holds, publish
 
     def write_ours(partial: Path) -> None:
-        if path.exists() and not (path.is_file() and _has_mark(path, mark)):
+        if path.exists() and not (path.is_file() and holds(path, mark)):
             raise Fp8PatchError(
                 f"{path}: exists, and is no {what} of ours. Name another, or remove it."
             )
         write(partial)
 
     publish(path, write_ours)
-
-
-def _has_mark(path: Path, mark: bytes) -> bool:
-    """In its first bytes: a picture has its size before it."""
-    with path.open("rb") as file:
-        return mark in file.read(256)

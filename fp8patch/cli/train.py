@@ -164,11 +164,13 @@ def _recipe(given: str) -> str:
 
 def _report(given: Path) -> str:
     from fp8patch.errors import Fp8PatchError
-    from fp8patch.output_files import publish
+    from fp8patch.output_files import holds, publish
 
     path = given.expanduser().absolute()
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         wrong = "is a folder" if path.is_dir() else "is in no folder that can be written to"
         raise Fp8PatchError(f"--report: {given} {wrong}. Give the path of a file to write.")
     publish(path, Path.touch, keep=False)
+    if path.exists() and path.stat().st_size and not holds(path, b'"format_version": '):
+        raise Fp8PatchError(f"--report: {given} exists, and is no report. Name another file.")
     return str(path)

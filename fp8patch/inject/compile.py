@@ -71,12 +71,13 @@ def _is_sharded(outermost: nn.Module) -> bool:
 
 def say_compiled(name: str, found: "CompiledBlocks") -> None:
     """What was compiled, in a line or two."""
-    kinds = "; ".join(f"{count} of {where}" for where, count in found.structures.items())
+    kinds = "; ".join(f"{count} of {where}" for where, count in found.compiled.items())
     what = "compiled"
     if found.cuda_graphs:
         what += ", as CUDA graphs" if found.ran_graphs else ", without CUDA graphs"
     cache = "; training ran with use_cache=False" if found.without_cache else ""
-    messages.note(f"{name}: blocks {what}: {kinds}{cache}.")
+    if kinds:
+        messages.note(f"{name}: blocks {what}: {kinds}{cache}.")
     for where, why in found.left.items():
         messages.note(f"{name}: left eager: {where}: {why}.")
 

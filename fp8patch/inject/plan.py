@@ -65,9 +65,12 @@ def make_plan(
     if any(d.kind not in NORM_KINDS for d in plan.converted()):
         check_plan(plan)
         return plan
-    codes = ", ".join(f"{count} {code}" for code, count in plan.summary()["codes"].items())
+    found = plan.summary()["codes"]
+    codes = ", ".join(f"{count} {code}" for code, count in found.items())
+    hint = "`--include PATTERN` overrides most of these."
+    if set(found) == {"pattern"}:
+        hint = "`skip` or `overrides` of the recipe, or --skip, choose all of them."
     messages.warn(
-        f"{plan.model} is left alone, nothing in it is to run in FP8 at M={tokens}: {codes}. "
-        "`--include PATTERN` overrides most of these."
+        f"{plan.model} is left alone, nothing in it is to run in FP8 at M={tokens}: {codes}. {hint}"
     )
     return None

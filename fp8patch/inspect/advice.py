@@ -18,6 +18,7 @@ __all__ = [
     "Advice",
     "Remedy",
     "advise",
+    "exact",
     "fields_of",
     "overrides",
     "patterns",
@@ -126,7 +127,10 @@ def overrides(advice: Iterable[Advice], known: Iterable[str]) -> dict[str, tuple
         if wanted.get(_in_its_model(path)) != "bf16":
             wanted[_in_its_model(path)] = remedy
     found = patterns(wanted, [_in_its_model(path) for path in known])
-    return {pattern: _LINES[remedy] for pattern, remedy in found.items()}
+    return {
+        exact(pattern) if pattern in wanted else pattern: _LINES[remedy]
+        for pattern, remedy in found.items()
+    }
 
 
 def _in_its_model(path: str) -> str:
@@ -177,8 +181,15 @@ def patterns(wanted: Mapping[str, Remedy], known: Sequence[str]) -> dict[str, Re
         generic = _NUMBER.sub("*", path)
         group = alike[generic]
         whole = len(group) > 1 and all(wanted.get(member) == remedy for member in group)
+        # What a name holds of a pattern's signs is escaped where it stands alone.
+        whole = whole and not set(path) & set("*?[")
         found[generic if whole else path] = remedy
     return found
+
+
+def exact(path: str) -> str:
+    """A pattern that chooses `path`; a model that is one layer has no name."""
+    return "".join(f"[{sign}]" if sign in "*?[" else sign for sign in path) or "*"
 
 
 def percent(ratio: float) -> str:

@@ -13,6 +13,7 @@ from fp8patch.inspect.advice import (
     Advice,
     Remedy,
     advise,
+    exact,
     fields_of,
     patterns,
     remedies,
@@ -90,7 +91,7 @@ def tune(source: Source) -> Tuned:
         if all(wanted.get(path) == remedy for path in covered):
             changes.add(pattern, covered, remedy)
     for path, remedy in wanted.items():
-        changes.add(_exact(path), [path], remedy)
+        changes.add(exact(path), [path], remedy)
     for pattern in changes.new:
         _check_all_match(source, pattern, models)
     why = _reasons(models, found, several=len(models) > 1)
@@ -157,11 +158,6 @@ class _Changes:
 
     def _patterns_of(self, path: str) -> list[str]:
         return [pattern for pattern in self._old if matches(pattern, [path])]
-
-
-def _exact(path: str) -> str:
-    """A pattern that chooses `path`; a model that is one layer has no name."""
-    return "".join(f"[{sign}]" if sign in "*?[" else sign for sign in path) or "*"
 
 
 def _recipe_of(source: Source) -> Recipe:
