@@ -40,7 +40,7 @@ def test_the_bars_on_a_gpu(setup: Setup) -> None:
 
 
 def e5m2_forward(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ops, "_dtype", lambda e5m2: numerics.E5M2)
+    patch.setattr(ops, "dtype_of", lambda e5m2: numerics.E5M2)
 
 
 def scale_twice_too_large(patch: pytest.MonkeyPatch) -> None:
