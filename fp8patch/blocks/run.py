@@ -100,10 +100,13 @@ def _for_inductor(graphs: bool) -> dict[str, Any]:
 
     # (`mode` can't be given beside `options`.)
     options = torch._inductor.list_mode_options("reduce-overhead") if graphs else {}
-    if torch._inductor.config.post_grad_custom_pre_pass is None:
-        from fp8patch.blocks.fuse import FUSE_CASTS
+    from fp8patch.blocks.fuse import FUSE_CASTS
+    from fp8patch.blocks.keep_less import KEEP_LESS
 
-        options["post_grad_custom_pre_pass"] = FUSE_CASTS
+    passes = {"joint_custom_post_pass": KEEP_LESS, "post_grad_custom_pre_pass": FUSE_CASTS}
+    for place, ours in passes.items():
+        if getattr(torch._inductor.config, place) is None:
+            options[place] = ours
     return options
 
 
