@@ -59,8 +59,8 @@ def compile_blocks(
     found = CompiledBlocks(model, find_blocks(model), cuda_graphs, backend)
     if not found.names:
         messages.note(
-            f"{type(model).__name__}: nothing to compile, it has no list of two or more blocks "
-            "with the same class."
+            f"{type(model).__name__}: nothing to compile, it has no list of blocks with the "
+            "same class."
         )
     _compiled[model] = found
     return found
