@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 from fp8patch.blocks.graph_casts import E5M2, output, read_instead, readers, without_transpose
 
 _aten = torch.ops.aten
+_CONVERT = torch.ops.prims.convert_element_type.default
 # What leads from attention's output to the cast, and computes nothing.
 _MOVES = (
     _aten.view.default,
@@ -41,8 +42,10 @@ def _backward(graph: Graph) -> set[Node]:
 
 
 def _move(graph: Graph, cast: Node, backward: set[Node]) -> bool:
+    if cast.args[E5M2] or not _is_kept(cast.args[0], backward):
+        return False
     after = _beside(readers(cast, 1), backward)
-    if after is None or cast.args[E5M2] or not _is_kept(cast.args[0], backward):
+    if after is None:
         return False
     _, transpose, scale_inv, _ = cast.meta["val"]
     with graph.inserting_before(cast.next):
@@ -58,13 +61,16 @@ def _move(graph: Graph, cast: Node, backward: set[Node]) -> bool:
 
 
 def _beside(readers: list[Node], backward: set[Node]) -> Node | None:
-    """What the weight gradient reads beside the transpose, which comes to it through `readers`."""
+    """The cast that the weight gradient reads beside the transpose, which comes to it through
+    `readers`."""
     for reader in readers:
         if reader not in backward:
             return _beside(list(reader.users), backward)
         for operand in reader.all_input_nodes:
-            if operand in backward:
-                return operand
+            # Where FP8 is emulated, its values are widened first.
+            found = operand.args[0] if operand.target is _CONVERT else operand
+            if isinstance(found, Node) and found in backward:
+                return found
     return None
 
 
