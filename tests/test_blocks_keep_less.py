@@ -14,6 +14,7 @@ from test_blocks_fuse import (
     Graphs,
     Leaky,
     Mlp,
+    Model,
     gelu,
     gelu_tanh,
     losses_on_a_gpu,
@@ -176,6 +177,60 @@ def test_other_code_of_a_pass_is_another_pass(monkeypatch: pytest.MonkeyPatch) -
 
 def gated() -> nn.Module:
     return Gated()
+
+
+class Attention(nn.Module):
+    """Attention and a gated MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.mlp = Gated()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        seen = nn.functional.scaled_dot_product_attention(q, k, v)
+        y: Tensor = self.mlp(x + self.out(seen.transpose(1, 2).flatten(2)))
+        return y
+
+
+def losses(block: Callable[[], nn.Module], compiled: bool) -> list[float]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any = fp8patch.convert_model(Model(block), include=("*",))
+    blocks = fp8patch.compile_blocks(model) if compiled else None
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    seen = []
+    for _ in range(4):
+        x = torch.randn(2, 16, D, generator=torch.Generator().manual_seed(1))
+        with torch.autocast("cpu", torch.bfloat16), fp8patch.autocast(backend="emulate"):
+            y = model(x)
+        loss = y.float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    assert blocks is None or not blocks.left
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore:.*force_disable_caches:UserWarning")
+def test_inductor_compiles_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the end: what it generates for a CPU runs."""
+    passes: list[int] = []
+    plain = keep_less.fuse_backward.fuse_backward
+    monkeypatch.setattr(
+        keep_less.fuse_backward,
+        "fuse_backward",
+        lambda *args: passes.append(plain(*args)) or passes[-1],
+    )
+    with torch._inductor.config.patch(force_disable_caches=True):
+        compiled = losses(Attention, compiled=True)
+    assert passes == [1]
+    eager = losses(Attention, compiled=False)
+    # Inductor rounds less often between the GEMMs.
+    assert compiled == pytest.approx(eager, rel=0.02)
+    assert compiled[-1] < 0.95 * compiled[0]
 
 
 @pytest.mark.gpu

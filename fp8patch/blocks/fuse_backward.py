@@ -96,7 +96,7 @@ def _replace(
             (*of, form, scale_inv, *slot, *slot_y, limit, e5m2, observe, sums),
         )
         vals = [*cast.node.meta["val"], *_second(grads), value[1]]
-        fused.meta.update(cast.node.meta, val=tuple(vals))
+        fused.meta["val"] = tuple(vals)
         outputs = [output(graph, fused, i, val) for i, val in enumerate(vals)]
     for (cast, _), first in zip(grads, (0, 4), strict=False):
         read_instead(graph, cast.node, dict(enumerate(outputs[first:7])))
