@@ -276,10 +276,14 @@ class Bank:
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer, owned: set[int]) -> None:
         """`optimizer`, which holds the parameters with the ids `owned`, has stepped."""
-        ours = False
+        ours, owner = False, weakref.ref(optimizer)
         for module in self.members():
-            if id(module.weight) in owned:
-                module._fp8_weight_state.took_step(module.weight, optimizer)
+            # (nn.Module's own search for an attribute takes longer than all of this.)
+            weight = module._parameters.get("weight")
+            if weight is None:
+                weight = module.weight
+            if id(weight) in owned:
+                module._fp8_weight_state.took_step(weight, owner)
                 ours = True
         if not ours:
             ours = any(id(p) in owned for part in list(self._parts) for p in part.parameters())
