@@ -40,6 +40,27 @@ class Slot(NamedTuple):
     counts: Tensor
 
 
+class Rows(NamedTuple):
+    """Views of some rows next to each other: FP32 [n, 4], FP32 [n, 4], int64 [n, 4]."""
+
+    scale: Tensor
+    amax: Tensor
+    counts: Tensor
+
+    def slot(self, row: int) -> Slot:
+        """One of them."""
+        return Slot(self.scale[row, 0], self.amax[row, 0], self.counts[row])
+
+
+class Place(NamedTuple):
+    """Where the slots of a module are in rows that others share: for what is traced, to which
+    three tensors for a block are fewer than three for each slot."""
+
+    rows: Rows
+    input: int
+    grad: int
+
+
 class SlotState(NamedTuple):
     """One slot as it is saved: all on the CPU.
 
@@ -131,6 +152,10 @@ class Slots:
 
     def __getitem__(self, row: int) -> Slot:
         return self._views[row]
+
+    def rows(self, start: int, stop: int) -> Rows:
+        """Some rows as tensors. Make them once: equal views made twice are two graph inputs."""
+        return Rows(self._scale[start:stop], self._amax[start:stop], self._counts[start:stop])
 
     def _written(self) -> AbstractContextManager[None]:
         return preserved_version(self._scale, self._amax, self._counts, self._history, self._cursor)

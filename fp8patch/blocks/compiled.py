@@ -15,6 +15,7 @@ from fp8patch import messages
 from fp8patch.blocks.calls import Caller, takes_cache, unwatch, watch
 from fp8patch.blocks.find import Block, find_blocks, structure, variants
 from fp8patch.blocks.graphs import Graphs
+from fp8patch.blocks.places import Places
 from fp8patch.blocks.run import BlockCall, Structure
 from fp8patch.errors import Fp8PatchError
 
@@ -88,7 +89,8 @@ class CompiledBlocks:
         self._taken: dict[str, str] = {}
         self._parts: list[weakref.ref[nn.Module]] = []
         self._graphs = graphs = Graphs(model) if cuda_graphs else None
-        caller = Caller(graphs)
+        places = Places()
+        caller = Caller(graphs, places)
         wrote = None if graphs is None else graphs.wrote
         groups: dict[Any, list[Block]] = {}
         for block in blocks:
@@ -97,6 +99,7 @@ class CompiledBlocks:
             else:
                 groups.setdefault(structure(block.module), []).append(block)
         for group in groups.values():
+            places.add([block.module for block in group])
             kinds = variants([block.module for block in group])
             shared = Structure(_name(group), backend, kinds)
             if graphs is not None:
