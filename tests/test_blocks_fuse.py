@@ -149,7 +149,8 @@ def gelu_tanh() -> nn.Module:
 CASES: dict[Any, tuple[dict[str, int], dict[str, int]]] = {
     gelu: ({CAST: 1, "gelu": 1}, {CAST: 1, "gelu_backward": 1}),
     gelu_tanh: ({CAST: 1, "gelu_tanh": 1}, {CAST: 1, "gelu_tanh_backward": 1}),
-    Gated: ({CAST: 1, "silu_mul": 1}, {CAST: 3}),
+    # The gradient of `up` is one, too: the gradient times silu(gate).
+    Gated: ({CAST: 1, "silu_mul": 1}, {CAST: 2, "silu_mul": 1}),
 }
 
 

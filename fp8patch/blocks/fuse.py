@@ -6,9 +6,9 @@ taken apart: what is kept for backward stays as it is (fuse_backward.py is the p
 it).
 """
 
-from collections.abc import Callable
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,23 +20,55 @@ from fp8patch.ops import quantize_form
 
 _aten = torch.ops.aten
 
-# By form: how many tensors it reads, and x, y -> what is cast.
-ACTIVATIONS: dict[str, tuple[int, Callable[..., Tensor]]] = {
-    "gelu": (1, _aten.gelu),
-    "gelu_backward": (2, lambda x, y: _aten.gelu_backward(y, x)),
-    "gelu_tanh": (1, lambda x: _aten.gelu(x, approximate="tanh")),
-    "gelu_tanh_backward": (2, lambda x, y: _aten.gelu_backward(y, x, approximate="tanh")),
-    "silu_mul": (2, lambda x, y: _aten.silu(x) * y),
-}
-assert ACTIVATIONS.keys() == quantize_form.FORMS.keys()
+
+class Activation(NamedTuple):
+    """What is looked for.
+
+    Attributes:
+        form: Of `quantize_form`, which computes it; that of its gradient is `form_backward`.
+        arity: How many tensors it reads.
+        function: They -> what is cast.
+    """
+
+    form: str
+    arity: int
+    function: patterns.Function
+
+
+def _gelu_new(x: Tensor) -> Tensor:
+    return 0.5 * x * _one_plus_tanh(x)
+
+
+def _gelu_tanh_python(x: Tensor) -> Tensor:
+    return x * 0.5 * _one_plus_tanh(x)
+
+
+def _one_plus_tanh(x: Tensor) -> Tensor:
+    return 1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0)))
+
+
+# Tanh GELU as PyTorch's operator, and as written out in GPT-2 and others: `gelu_new`.
+ACTIVATIONS = (
+    Activation("gelu", 1, _aten.gelu),
+    Activation("gelu_tanh", 1, lambda x: _aten.gelu(x, approximate="tanh")),
+    Activation("gelu_tanh", 1, _gelu_new),
+    Activation("gelu_tanh", 1, _gelu_tanh_python),
+    Activation("silu_mul", 2, lambda x, y: _aten.silu(x) * y),
+    Activation("silu_mul", 2, lambda x, y: y * _aten.silu(x)),
+)
 
 
 def _activation(value: Node) -> tuple[str, Node, Node | None] | None:
-    """(form, x, y) of a node that holds an activation's result."""
-    for form, (arity, function) in ACTIVATIONS.items():
+    """(form, x, y) of a node that holds an activation's result, or the gradient of one of x."""
+    for form, arity, function in ACTIVATIONS:
         read = patterns.match(value, function, arity)
+        if read is None and arity == 1:
+            form = f"{form}_backward"
+            read = patterns.match(value, patterns.gradient(function, 0), 2)
         if read is not None:
-            return form, read[0], read[1] if arity == 2 else None
+            x, y = (*read, None)[:2]
+            assert x is not None
+            return form, x, y
     return None
 
 

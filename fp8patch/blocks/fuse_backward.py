@@ -14,22 +14,11 @@ import torch
 from torch.fx import Graph, Node
 
 from fp8patch.blocks import patterns
-from fp8patch.blocks.fuse import ACTIVATIONS
+from fp8patch.blocks.fuse import ACTIVATIONS, Activation
 from fp8patch.blocks.graph_casts import E5M2, LIMIT, SUMS, output, read_instead, without_transpose
 from fp8patch.ops import activation_grads
 
-_aten = torch.ops.aten
-
-# By form: (how many tensors they read, they -> the gradients), the gradient last: of x, and of y.
-_GRADS: dict[str, tuple[tuple[int, patterns.Function], ...]] = {
-    "gelu": (ACTIVATIONS["gelu_backward"],),
-    "gelu_tanh": (ACTIVATIONS["gelu_tanh_backward"],),
-    "silu_mul": (
-        (3, lambda x, y, grad: _aten.silu_backward(grad * y, x)),
-        (2, lambda x, grad: grad * _aten.silu(x)),
-    ),
-}
-assert _GRADS.keys() == activation_grads.GRADS.keys()
+assert {activation.form for activation in ACTIVATIONS} == activation_grads.GRADS.keys()
 
 
 class _Cast(NamedTuple):
@@ -37,6 +26,10 @@ class _Cast(NamedTuple):
 
     node: Node
     path: list[Node]
+
+
+# A gradient's cast, and the gradient that it is computed of.
+_Gradient = tuple[_Cast, Node]
 
 
 def fuse_backward(graph: Graph, casts: list[Node]) -> int:
@@ -48,40 +41,52 @@ def fuse_backward(graph: Graph, casts: list[Node]) -> int:
 
 def _fuse(graph: Graph, forward: _Cast, casts: list[_Cast]) -> bool:
     """`forward` casts an activation? Then its transpose comes from the cast of the gradient."""
-    for form, grads in _GRADS.items():
-        read = patterns.match(forward.path[-1], ACTIVATIONS[form][1], ACTIVATIONS[form][0])
+    for activation in ACTIVATIONS:
+        read = patterns.match(forward.path[-1], activation.function, activation.arity)
         if read is None or forward.node.args[E5M2]:
             continue
-        found = [_gradient(grad, read, casts) for grad in grads]
-        known = [grad for grad in found if grad is not None]
-        if len(known) == len(grads) and _agree(known):
-            _replace(graph, form, forward, read, known)
+        grads: list[_Gradient] = []
+        for i in range(activation.arity):
+            # All are of one gradient: `y * silu(x)` looks as the gradient of y would, for another.
+            grads += _gradients(activation, i, read, casts, [grad for _, grad in grads[:1]])[:1]
+        if len(grads) == activation.arity and _agree(grads):
+            _replace(graph, activation.form, forward, read, grads)
             return True
     return False
 
 
-def _gradient(
-    grad: tuple[int, patterns.Function], read: list[Node], casts: list[_Cast]
-) -> tuple[_Cast, Node] | None:
-    """The cast of this gradient, and the gradient that it is computed of."""
-    arity, function = grad
+def _gradients(
+    activation: Activation,
+    index: int,
+    read: list[Node | None],
+    casts: list[_Cast],
+    of: list[Node],
+) -> list[_Gradient]:
+    """Casts of the gradient of `read[index]`, computed of any gradient, or of what `of` names."""
+    function = patterns.gradient(activation.function, index)
+    found = []
     for cast in casts:
-        of = patterns.match(cast.path[-1], function, arity)
-        if of is not None and of[:-1] == read[: arity - 1]:
-            return cast, of[-1]
-    return None
+        *arguments, grad = patterns.match(cast.path[-1], function, activation.arity + 1) or [None]
+        same = all(a is None or a is b for a, b in zip(arguments, read, strict=False))
+        if grad is not None and same and (not of or grad in of):
+            found.append((cast, grad))
+    return found
 
 
-def _agree(grads: list[tuple[_Cast, Node]]) -> bool:
+def _agree(grads: list[_Gradient]) -> bool:
     first, *others = [cast.node.args for cast, _ in grads]
     same_terms = all(args[LIMIT:SUMS] == first[LIMIT:SUMS] for args in others)
     # With two gradients, no kernel adds up columns.
     plain = not others or not any(args[SUMS] for args in (first, *others))
-    return same_terms and plain and len({grad for _, grad in grads}) == 1
+    return same_terms and plain
 
 
 def _replace(
-    graph: Graph, form: str, forward: _Cast, read: list[Node], grads: list[tuple[_Cast, Node]]
+    graph: Graph,
+    form: str,
+    forward: _Cast,
+    read: list[Node | None],
+    grads: list[_Gradient],
 ) -> None:
     (cast, grad), *_ = grads
     slot, slot_y = (*(tuple(cast.node.args[1:4]) for cast, _ in grads), (None,) * 3)[:2]
@@ -105,7 +110,7 @@ def _replace(
     without_transpose(forward.node)
 
 
-def _second(grads: list[tuple[_Cast, Node]]) -> list[Any]:
+def _second(grads: list[_Gradient]) -> list[Any]:
     """What the operator returns of a second gradient."""
     if len(grads) == 2:
         found: list[Any] = list(grads[1][0].node.meta["val"][:3])

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 
 _aten = torch.ops.aten
+_NOTHING = (_aten.alias.default, _aten.detach.default)
 _VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 
 # Takes `arity` tensors that are alike, and returns one more.
@@ -27,12 +28,30 @@ def _pattern(function: Function, arity: int, dtype: torch.dtype) -> tuple[list[N
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    examples = [torch.empty(2, 2, dtype=dtype, device="meta") for _ in range(arity)]
+    like: dict[str, Any] = {"dtype": dtype, "device": "meta", "requires_grad": True}
+    examples = [torch.empty(2, 2, **like) for _ in range(arity)]
     traced = make_fx(function, select_decomp_table())(*examples)
+    for node in traced.graph.nodes:
+        if node.target in _NOTHING:
+            node.replace_all_uses_with(node.args[0])
     traced.graph.eliminate_dead_code()
     result = traced.graph.output_node().args[0]
     assert isinstance(result, Node)
     return list(traced.graph.nodes)[:arity], result
+
+
+@functools.cache
+def gradient(function: Function, index: int) -> Function:
+    """Takes what `function` takes, and the gradient of its result: that of argument `index`."""
+
+    def backward(*read: Tensor) -> Tensor:
+        *arguments, grad = read
+        result: Tensor
+        with torch.enable_grad():
+            (result,) = torch.autograd.grad(function(*arguments), arguments[index], grad)
+        return result
+
+    return backward
 
 
 def _matches(pattern: Any, found: Any, bound: dict[Node, Any]) -> bool:
@@ -58,8 +77,11 @@ def _matches(pattern: Any, found: Any, bound: dict[Node, Any]) -> bool:
     )
 
 
-def match(value: Node, function: Function, arity: int) -> list[Node] | None:
-    """What `value` was computed of, if that is what `function` computes, of tensors like it."""
+def match(value: Node, function: Function, arity: int) -> list[Node | None] | None:
+    """What `value` was computed of, if that is what `function` computes, of tensors like it.
+
+    None for an argument that the function does not look at.
+    """
     like = value.meta.get("val")
     if not isinstance(like, Tensor):
         return None
@@ -67,8 +89,9 @@ def match(value: Node, function: Function, arity: int) -> list[Node] | None:
     bound: dict[Node, Any] = {}
     if not _matches(result, value, bound):
         return None
-    read = [bound[placeholder] for placeholder in placeholders]
-    return read if all(_is_like(node.meta.get("val"), like) for node in read) else None
+    read = [bound.get(placeholder) for placeholder in placeholders]
+    alike = all(node is None or _is_like(node.meta.get("val"), like) for node in read)
+    return read if alike else None
 
 
 def _is_like(tensor: Any, like: Tensor) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fp8patch.blocks.graph_casts import E5M2, output, read_instead, readers, without_transpose
+from fp8patch.ops.transpose_again import TRANSPOSE_AGAIN
 
 _aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -51,9 +52,7 @@ def _move(graph: Graph, cast: Node, backward: set[Node]) -> bool:
     with graph.inserting_before(cast.next):
         scale_inv = output(graph, cast, 2, scale_inv)
     with graph.inserting_after(after):
-        again = graph.call_function(
-            torch.ops.fp8patch.transpose_again.default, (cast.args[0], scale_inv, after)
-        )
+        again = graph.call_function(TRANSPOSE_AGAIN, (cast.args[0], scale_inv, after))
     again.meta["val"] = transpose
     read_instead(graph, cast, {1: again})
     without_transpose(cast)

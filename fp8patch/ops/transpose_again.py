@@ -9,6 +9,8 @@ it is there makes the operator a part of backward, and has it wait for its turn.
 transpose [padded K, padded M].
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -40,3 +42,5 @@ def _fake(x: Tensor, scale_inv: Tensor, after: Tensor) -> Tensor:
 
 
 register("transpose_again(Tensor x, Tensor scale_inv, Tensor after) -> Tensor", _now, _fake)
+# As a graph's node names it.
+TRANSPOSE_AGAIN: Any = torch.ops.fp8patch.transpose_again.default
