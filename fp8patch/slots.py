@@ -140,7 +140,7 @@ class Slots:
                 for row in range(rows)
             ]
         self.device = device
-        scales = [view.scale for view in self._views]
+        self._scales = scales = [view.scale for view in self._views]
         quantize_op.mark_cold(scales)
         # The next owner of this memory must not inherit the mark.
         weakref.finalize(self, quantize_op.mark_warm, scales)
@@ -190,10 +190,10 @@ class Slots:
     def _refresh_cold(self) -> None:
         # A read of the device, but only after a step in which a cold slot was used: the first one,
         # and those in which a layer runs that never ran before.
-        scales = [view.scale for view in self._views]
-        if quantize_op.cold_was_used(scales):
+        if quantize_op.cold_was_used(self._scales):
             is_set = (self._scale[:, 0] > 0).tolist()
-            quantize_op.mark_warm(scale for scale, warm in zip(scales, is_set, strict=True) if warm)
+            pairs = zip(self._scales, is_set, strict=True)
+            quantize_op.mark_warm(scale for scale, warm in pairs if warm)
 
     def merge_pending(self, source: int, target: int) -> None:
         """Let row `target` know what `source` observed (siblings become one slot)."""
