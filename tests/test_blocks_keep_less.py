@@ -134,7 +134,34 @@ class Frozen(Mlp):
         self.down.weight.requires_grad_(False)
 
 
-@pytest.mark.parametrize("block", [leaky, WithBias, Frozen])
+class Regrouped(Mlp):
+    """The gradient is cast as [M, 2 D], the activation as [2 M, D]."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.GELU())
+        self.down = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.activation(self.up(x)).unflatten(-1, (2, D))
+        y: Tensor = x + self.down(h).sum(-2)
+        return y
+
+
+class OneGateForTwo(Gated):
+    """The gradient of gate is cast as [M, 2 D], that of up and the product as [2 M, D]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, D, bias=False), nn.Linear(D, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = nn.functional.silu(self.gate(x).unflatten(-1, (2, D)))
+        up = self.up(torch.stack((x, -x), -2))
+        y: Tensor = x + self.down(gate * up).sum(-2)
+        return y
+
+
+@pytest.mark.parametrize("block", [leaky, WithBias, Frozen, Regrouped, OneGateForTwo])
 def test_left_as_it_is(block: Callable[[], nn.Module]) -> None:
     apart, before = train(block, fuse=True, steps=2)
     less, after = train(block, fuse=True, steps=2, keep_less=True)

@@ -49,7 +49,7 @@ def _fuse(graph: Graph, forward: _Cast, casts: list[_Cast]) -> bool:
         for i in range(activation.arity):
             # All are of one gradient: `y * silu(x)` looks as the gradient of y would, for another.
             grads += _gradients(activation, i, read, casts, [grad for _, grad in grads[:1]])[:1]
-        if len(grads) == activation.arity and _agree(grads):
+        if len(grads) == activation.arity and _agree(forward, grads):
             _replace(graph, activation.form, forward, read, grads)
             return True
     return False
@@ -73,8 +73,13 @@ def _gradients(
     return found
 
 
-def _agree(grads: list[_Gradient]) -> bool:
+def _agree(forward: _Cast, grads: list[_Gradient]) -> bool:
     first, *others = [cast.node.args for cast, _ in grads]
+    # What lies between a layer and the activation may be any view: of one value, matrices of other
+    # sizes are cast then. (Sizes by name: see patterns.py.)
+    matrices = [cast.path[0].meta["val"] for cast in (forward, *(cast for cast, _ in grads))]
+    if len({str(matrix.shape) for matrix in matrices}) > 1:
+        return False
     same_terms = all(args[LIMIT:SUMS] == first[LIMIT:SUMS] for args in others)
     # With two gradients, no kernel adds up columns.
     plain = not others or not any(args[SUMS] for args in (first, *others))
