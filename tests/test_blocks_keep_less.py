@@ -190,12 +190,12 @@ def hugging_face(name: str) -> tuple[Any, dict[str, Any]]:
     return config, tokens
 
 
-def hidden_states(name: str, keep_less: bool) -> tuple[list[Tensor], Graphs]:
+def hidden_states(name: str, keep_less: bool, recipe: Any = None) -> tuple[list[Tensor], Graphs]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     config, inputs = hugging_face(name)
     model = transformers.AutoModel.from_config(config)
-    model = fp8patch.convert_model(model, include=("*layer*",))
+    model = fp8patch.convert_model(model, recipe, include=("*layer*",))
     graphs = Graphs(True, keep_less)
     fp8patch.compile_blocks(model, backend=graphs)
     seen = []
@@ -220,6 +220,14 @@ def test_blocks_of_hugging_face(name: str) -> None:
     assert gone == Counter([(2 * D, tokens), (D, tokens)])
     assert not fp8_kept(after.saved[0]) - fp8_kept(before.saved[0])
     assert all(torch.equal(a, b) for a, b in zip(apart, less, strict=True))
+
+
+def test_what_backward_casts_anyway_is_not_cast_twice() -> None:
+    recipe = fp8patch.Recipe.load("delayed").replace(fprop="bf16")
+    apart, before = hidden_states("vit", keep_less=False, recipe=recipe)
+    same, after = hidden_states("vit", keep_less=True, recipe=recipe)
+    assert (before.casts, before.saved) == (after.casts, after.saved)
+    assert all(torch.equal(a, b) for a, b in zip(apart, same, strict=True))
 
 
 def test_other_code_of_a_pass_is_another_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,8 @@ def _backward(graph: Graph) -> set[Node]:
 
 
 def _move(graph: Graph, cast: Node, backward: set[Node]) -> bool:
-    if cast.args[E5M2] or not _is_kept(cast.args[0], backward):
+    # (Of which nobody reads the rows, that cast is made in backward as it is: `fprop: bf16`.)
+    if cast.args[E5M2] or not readers(cast, 0) or not _is_kept(cast.args[0], backward):
         return False
     after = _beside(readers(cast, 1), backward)
     if after is None:
