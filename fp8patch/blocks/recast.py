@@ -81,6 +81,7 @@ def _is_kept(node: Any, backward: set[Node]) -> bool:
     return (
         isinstance(node, Node)
         and node.target is getitem
-        and "attention" in str(node.args[0])
+        and isinstance(node.args[0], Node)
+        and "attention" in str(node.args[0].target)
         and not backward.isdisjoint(node.users)
     )
