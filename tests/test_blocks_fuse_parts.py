@@ -106,8 +106,8 @@ class Counted(Graphs):
         parts: By graph, its casts of any kind.
     """
 
-    def __init__(self, fuse: bool) -> None:
-        super().__init__(fuse)
+    def __init__(self, fuse: bool, keep_less: bool = False) -> None:
+        super().__init__(fuse, keep_less)
         self.parts: list[Counter[str]] = []
 
     def _inner(self, gm: Any, inputs: Any, **kwargs: Any) -> Any:
