@@ -48,7 +48,7 @@ class Graphs:
     def __init__(self, fuse: bool, keep_less: bool = False) -> None:
         self.casts: list[Counter[str]] = []
         self.saved: list[Any] = []
-        self._options = run._for_inductor(graphs=False) if fuse else {}
+        self._options = run._for_inductor() if fuse else {}
         if not keep_less:
             self._options.pop("joint_custom_post_pass", None)
 
@@ -232,14 +232,13 @@ def test_what_is_compiled_is_found_again_for_the_same_operators_only(
 
 
 def test_inductor_takes_the_options() -> None:
-    options = run._for_inductor(graphs=True)
-    assert options["triton.cudagraphs"]
+    options = run._for_inductor()
     assert torch.compile(lambda x: x, options=dict(options)) is not None
     # A pass that somebody else has set stays.
     with torch._inductor.config.patch(post_grad_custom_pre_pass=lambda graph: None):
-        assert run._for_inductor(graphs=False).keys() == {"joint_custom_post_pass"}
+        assert run._for_inductor().keys() == {"joint_custom_post_pass"}
     with torch._inductor.config.patch(joint_custom_post_pass=lambda graph: None):
-        assert run._for_inductor(graphs=False).keys() == {"post_grad_custom_pre_pass"}
+        assert run._for_inductor().keys() == {"post_grad_custom_pre_pass"}
 
 
 def losses_on_a_gpu(graphs: bool, block: Callable[[], nn.Module] = gelu) -> list[float]:
@@ -274,7 +273,7 @@ def test_inductors_own_code(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(fusing, "_fuse", lambda *args: calls.append(plain(*args)) or calls[-1])
     fused = losses_on_a_gpu(graphs)
     assert calls == [False, True] * 2
-    monkeypatch.setattr(run, "_for_inductor", lambda graphs: {"triton.cudagraphs": graphs})
+    monkeypatch.setattr(run, "_for_inductor", lambda: {})
     apart = losses_on_a_gpu(graphs)
     assert len(calls) == 4
     # Some FP8 values are one step off.

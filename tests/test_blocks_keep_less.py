@@ -318,7 +318,7 @@ def test_inductors_own_code(
     )
     less = losses_on_a_gpu(graphs, block)
     assert 1 in calls
-    monkeypatch.setattr(run, "_for_inductor", lambda graphs: {"triton.cudagraphs": graphs})
+    monkeypatch.setattr(run, "_for_inductor", lambda: {})
     apart = losses_on_a_gpu(graphs, block)
     # Some FP8 values are one step off.
     assert less == pytest.approx(apart, rel=1e-3)

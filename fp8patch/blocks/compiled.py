@@ -101,7 +101,7 @@ class CompiledBlocks:
         for group in groups.values():
             places.add([block.module for block in group])
             kinds = variants([block.module for block in group])
-            shared = Structure(_name(group), backend, kinds)
+            shared = Structure(_name(group), backend, kinds, cuda_graphs)
             if graphs is not None:
                 graphs.structures.append(shared)
             for block in group:
