@@ -94,7 +94,9 @@ def enter_root(root: Any, args: Any) -> None:
         if training and bank.observation is not None and not state.roots:
             call.contexts = _observing(bank)
     state.roots.append(call)
-    set_region(canonical(dataclasses.replace(region, training=training)))
+    if region.training is not training:  # (Not where a root inside another one is called.)
+        region = dataclasses.replace(region, training=training)
+    set_region(canonical(region))
 
 
 def _drop_interrupted() -> int:

@@ -19,7 +19,7 @@ from fp8patch.late import LateCasts
 from fp8patch.observation import Observation
 from fp8patch.optimizer_hook import tell_of_steps
 from fp8patch.recipe import Recipe
-from fp8patch.slots import GRAD_OUTPUT, INPUT, NEVER_SET, ROLES, WEIGHT, Slots, SlotState
+from fp8patch.slots import GRAD_OUTPUT, INPUT, NEVER_SET, ROLES, WEIGHT, Rows, Slots, SlotState
 from fp8patch.steps import StepClock
 
 
@@ -61,6 +61,8 @@ class Bank:
         self._slots: dict[torch.device, Slots] = {}
         self._home: dict[str, torch.device] = {}
         self._saved: dict[tuple[str, int], SlotState] = {}
+        # Counts how often modules were given slots.
+        self.layout = 0
         self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._met_optimizer = False
@@ -139,12 +141,25 @@ class Bank:
 
     def _hand_out(self, module: Any, slots: Slots) -> None:
         path = module._fp8_path
-        leader = self.siblings.get(path, path)
-        if self._home.get(leader, slots.device) != slots.device:
-            leader = path
+        leader = self._leader(path, slots.device)
+        module._fp8_place, self.layout = None, self.layout + 1
         module._fp8_input_slot = slots[self._rows[leader] + INPUT]
         module._fp8_weight_slot = slots[self._rows[path] + WEIGHT]
         module._fp8_grad_slot = slots[self._rows[path] + GRAD_OUTPUT]
+
+    def _leader(self, path: str, device: torch.device) -> str:
+        leader = self.siblings.get(path, path)
+        return leader if self._home.get(leader, device) == device else path
+
+    def rows_of(self, module: Any) -> tuple[int, int, int]:
+        """Of a module that is bound: its first row, that of its input, that of its grad_output."""
+        first = self._rows[module._fp8_path]
+        leader = self._leader(module._fp8_path, module._fp8_device)
+        return first, self._rows[leader] + INPUT, first + GRAD_OUTPUT
+
+    def rows_on(self, device: torch.device, start: int, stop: int) -> Rows:
+        """Some rows of the slots on a device."""
+        return self._slots[device].rows(start, stop)
 
     def adopt_norm(self, norm: Any) -> None:
         """Tell `norm` whether it may write the autocast dtype, now and whenever that changes."""
@@ -276,10 +291,14 @@ class Bank:
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer, owned: set[int]) -> None:
         """`optimizer`, which holds the parameters with the ids `owned`, has stepped."""
-        ours = False
+        ours, owner = False, weakref.ref(optimizer)
         for module in self.members():
-            if id(module.weight) in owned:
-                module._fp8_weight_state.took_step(module.weight, optimizer)
+            # (nn.Module's own search for an attribute takes longer than all of this.)
+            weight = module._parameters.get("weight")
+            if weight is None:
+                weight = module.weight
+            if id(weight) in owned:
+                module._fp8_weight_state.took_step(weight, owner)
                 ours = True
         if not ours:
             ours = any(id(p) in owned for part in list(self._parts) for p in part.parameters())

@@ -40,6 +40,27 @@ class Slot(NamedTuple):
     counts: Tensor
 
 
+class Rows(NamedTuple):
+    """Views of some rows next to each other: FP32 [n, 4], FP32 [n, 4], int64 [n, 4]."""
+
+    scale: Tensor
+    amax: Tensor
+    counts: Tensor
+
+    def slot(self, row: int) -> Slot:
+        """One of them."""
+        return Slot(self.scale[row, 0], self.amax[row, 0], self.counts[row])
+
+
+class Place(NamedTuple):
+    """Where the slots of a module are in rows that others share: for what is traced, to which
+    three tensors for a block are fewer than three for each slot."""
+
+    rows: Rows
+    input: int
+    grad: int
+
+
 class SlotState(NamedTuple):
     """One slot as it is saved: all on the CPU.
 
@@ -119,7 +140,7 @@ class Slots:
                 for row in range(rows)
             ]
         self.device = device
-        scales = [view.scale for view in self._views]
+        self._scales = scales = [view.scale for view in self._views]
         quantize_op.mark_cold(scales)
         # The next owner of this memory must not inherit the mark.
         weakref.finalize(self, quantize_op.mark_warm, scales)
@@ -131,6 +152,10 @@ class Slots:
 
     def __getitem__(self, row: int) -> Slot:
         return self._views[row]
+
+    def rows(self, start: int, stop: int) -> Rows:
+        """Some rows as tensors. Make them once: equal views made twice are two graph inputs."""
+        return Rows(self._scale[start:stop], self._amax[start:stop], self._counts[start:stop])
 
     def _written(self) -> AbstractContextManager[None]:
         return preserved_version(self._scale, self._amax, self._counts, self._history, self._cursor)
@@ -165,10 +190,10 @@ class Slots:
     def _refresh_cold(self) -> None:
         # A read of the device, but only after a step in which a cold slot was used: the first one,
         # and those in which a layer runs that never ran before.
-        scales = [view.scale for view in self._views]
-        if quantize_op.cold_was_used(scales):
+        if quantize_op.cold_was_used(self._scales):
             is_set = (self._scale[:, 0] > 0).tolist()
-            quantize_op.mark_warm(scale for scale, warm in zip(scales, is_set, strict=True) if warm)
+            pairs = zip(self._scales, is_set, strict=True)
+            quantize_op.mark_warm(scale for scale, warm in pairs if warm)
 
     def merge_pending(self, source: int, target: int) -> None:
         """Let row `target` know what `source` observed (siblings become one slot)."""

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 import transformers
-from torch._inductor import cudagraph_trees
 
 import fp8patch
-from fp8patch.blocks import graphs
+from fp8patch.blocks import graphs, memory
 
 STEPS, WARM_UP = 12, 8
 
@@ -49,6 +48,7 @@ def measure(name: str, way: str, bf16: bool) -> dict[str, Any]:
     left = None
     if way != "eager":
         left = fp8patch.compile_blocks(model, cuda_graphs=way == "graphs")
+    recorded = memory.recorded()
     begin: list[float] = []
     stock = graphs.Graphs.begin
 
@@ -87,7 +87,6 @@ def measure(name: str, way: str, bf16: bool) -> dict[str, Any]:
         torch.cuda.synchronize()
         times.append(events[0].elapsed_time(events[1]))
     graphs.Graphs.begin = stock  # type: ignore[method-assign]
-    manager: Any = cudagraph_trees.get_manager(0, create_if_none_exists=False)
     return {
         "model": name,
         "way": way,
@@ -97,8 +96,7 @@ def measure(name: str, way: str, bf16: bool) -> dict[str, Any]:
         "begin_ms": round(statistics.median(begin[-STEPS:]), 3) if begin else None,
         "warm_up_s": round(warm_up, 1),
         "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2),
-        "recorded": None if manager is None else repr(manager.graph_counter),
-        "skips": torch._dynamo.utils.counters["inductor"]["cudagraph_skips"],
+        "recorded": memory.recorded() - recorded,
         "left": None if left is None else left.left,
     }
 
@@ -112,7 +110,6 @@ def main() -> None:
     for way in given.ways:
         print(json.dumps(measure(given.model, way, given.bf16)), flush=True)
         torch._dynamo.reset()
-        cudagraph_trees.reset_cudagraph_trees()
         gc.collect()
         torch.cuda.empty_cache()
 

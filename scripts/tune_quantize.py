@@ -1,9 +1,11 @@
 """Find the tiles of the cast kernels: achieved bandwidth by shape and tile, against a plain copy.
 
-python scripts/tune_quantize.py [--quick | --sums | --gelu]
+python scripts/tune_quantize.py [--quick | --sums | --gelu | --grads]
 
 With --sums only the casts with column sums, by tile and by how many programs are aimed at; the time
-is that of both kernels. With --gelu only those that compute GELU, or its gradient, first.
+is that of both kernels. With --gelu only those that compute GELU, or its gradient, first. With
+--grads only those that make an activation's transpose along with its gradients, against the casts
+that they replace, in forward and backward together.
 """
 
 import itertools
@@ -15,7 +17,8 @@ import torch
 import triton
 
 from fp8patch import numerics
-from fp8patch.ops.triton import column_sums, quantize_many
+from fp8patch.ops.activation_grads import GRADS
+from fp8patch.ops.triton import activation_grads, column_sums, quantize_many
 from fp8patch.ops.triton.quantize import quantize
 
 SHAPES = ((8192, 1024), (12288, 1024), (12288, 4096), (8192, 4096), (8192, 14336), (4096, 4096))
@@ -49,6 +52,13 @@ FORMED = ((12288, 4096), (25216, 5120), (8192, 16384))
 FORMED_TILES = ((64, 64, 4), (32, 64, 2), (32, 128, 4), (32, 64, 1))
 FORMED_SUMS_TILES = ((32, 64, 4), (32, 64, 2), (16, 64, 1))
 FORMED_PROGRAMS = (528, 660, 792, 1056, 2112, 1 << 20)
+GRADS_TILES = ((32, 64, 4), (16, 64, 2), (32, 64, 2), (64, 64, 4))
+GRADS_PROGRAMS = (264, 396, 528, 660, 1056)
+GRADS_SHAPES = {
+    "gelu": FORMED,
+    "gelu_tanh": ((8192, 16384),),
+    "silu_mul": ((8192, 14336),),
+}
 PROGRAMS = (528, 792, 1056, 2112, 4224, 1 << 20)
 
 
@@ -146,6 +156,56 @@ def tune_gelu(x: torch.Tensor) -> None:
     column_sums.PROGRAMS_FORMED = chosen
 
 
+def tune_grads(form: str, shape: tuple[int, int]) -> None:
+    """Print tiles for an activation's gradients with its transpose, and what they replace."""
+    x, y, grad = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    gated = form == "silu_mul"
+    slot = torch.tensor(3.0, device="cuda"), torch.tensor(100.0, device="cuda")
+    place = *slot, torch.zeros(4, dtype=torch.int64, device="cuda")
+    flags = {"live": False, "observe": True}
+
+    def forward(transpose: bool) -> None:
+        more: dict[str, Any] = {"form": form, "y": y, "transpose": transpose, **flags}
+        quantize(x, *place, 448.0, numerics.E4M3, column_sums=False, **more)
+
+    pointwise = torch.compile(GRADS[form], dynamic=False)
+
+    def backward() -> None:
+        more: dict[str, Any] = {"transpose": True, **flags}
+        if not gated:
+            more.update(form=f"{form}_backward", y=grad, column_sums=True)
+            quantize(x, *place, 448.0, numerics.E5M2, **more)
+            return
+        for by in pointwise(x, y, grad):
+            quantize(by, *place, 448.0, numerics.E5M2, column_sums=False, **more)
+
+    def together(tile: tuple[int, int, int]) -> None:
+        activation_grads.activation_grads(
+            x, y if gated else None, grad, form, slot[0], [place] * (2 if gated else 1),
+            numerics.E5M2, observe=True, column_sums=not gated, tile=tile,
+        )  # fmt: skip
+
+    parts = [1e3 * milliseconds(f) for f in (lambda: forward(True), lambda: forward(False))]
+    before = 1e3 * milliseconds(backward)
+    size = x.numel() * (11 if gated else 7)
+    copy = copying(size)
+    print(
+        f"{form} {shape}: forward {parts[0]:.1f}us, without transpose {parts[1]:.1f}us; backward "
+        f"{before:.1f}us; apart {parts[0] + before:.1f}us",
+        flush=True,
+    )
+    chosen = activation_grads.PROGRAMS
+    for tile in GRADS_TILES:
+        shown = []
+        for activation_grads.PROGRAMS in (chosen,) if gated else GRADS_PROGRAMS:
+            us = 1e3 * milliseconds(lambda tile=tile: together(tile))
+            share = size / us / 1e3 / copy
+            name = f"{activation_grads.PROGRAMS}: "
+            shown.append(f"{name}{us:.1f}us {share:.0%}, in all {us + parts[1]:.1f}us")
+        print(f"  {tile} " + "  ".join(shown), flush=True)
+    activation_grads.PROGRAMS = chosen
+
+
 def tune_many() -> None:
     """The same for all weights of a BERT-large in one launch."""
     jobs = []
@@ -186,6 +246,11 @@ def main() -> None:
     if "--gelu" in sys.argv:
         for shape in FORMED:
             tune_gelu(torch.randn(shape, device="cuda", dtype=torch.bfloat16))
+        return
+    if "--grads" in sys.argv:
+        for form, grads_shapes in GRADS_SHAPES.items():
+            for shape in grads_shapes:
+                tune_grads(form, shape)
         return
     shapes = SHAPES[:3] if "--quick" in sys.argv else SHAPES
     for dtype, shape in itertools.product((torch.bfloat16, torch.float32), shapes):

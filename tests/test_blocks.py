@@ -125,6 +125,15 @@ def test_the_inner_repetition_counts_where_it_is_most_of_the_outer() -> None:
     assert paths(convert(nn.ModuleList([Adapted(), Adapted()]))) == ["0", "1"]
 
 
+def test_a_stack_of_one_layer_is_one_where_nothing_is_repeated() -> None:
+    assert paths(convert(nn.ModuleDict({"layers": nn.ModuleList([Block()])}))) == ["layers.0"]
+    assert paths(convert(nn.ModuleList([Block()]))) == ["0"]
+    # Not a single Linear, and not beside layers that are repeated.
+    assert paths(convert(nn.ModuleList([nn.Sequential(nn.Linear(D, D))]))) == []
+    both = nn.ModuleDict({"a": nn.ModuleList([Block()]), "b": Model()})
+    assert {path[0] for path in paths(convert(both))} == {"b"}
+
+
 def test_linears_in_a_row_are_no_blocks() -> None:
     assert paths(convert(nn.Sequential(nn.Linear(D, D), nn.ReLU(), nn.Linear(D, D)))) == []
 

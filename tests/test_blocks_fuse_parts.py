@@ -106,8 +106,8 @@ class Counted(Graphs):
         parts: By graph, its casts of any kind.
     """
 
-    def __init__(self, fuse: bool) -> None:
-        super().__init__(fuse)
+    def __init__(self, fuse: bool, keep_less: bool = False) -> None:
+        super().__init__(fuse, keep_less)
         self.parts: list[Counter[str]] = []
 
     def _inner(self, gm: Any, inputs: Any, **kwargs: Any) -> Any:
@@ -166,7 +166,7 @@ def test_inductors_own_code(block: Block, graphs: bool, monkeypatch: pytest.Monk
     monkeypatch.setattr(fuse_parts, "join", lambda *args: calls.append(plain(*args)) or calls[-1])
     fused = losses_on_a_gpu(graphs, block)
     assert sorted(calls) == [False] * 3 + [True]
-    monkeypatch.setattr(run, "_for_inductor", lambda graphs: {"triton.cudagraphs": graphs})
+    monkeypatch.setattr(run, "_for_inductor", lambda: {})
     apart = losses_on_a_gpu(graphs, block)
     assert len(calls) == 4
     # The casts are equal to the bit; attention's backward need not be from run to run.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fp8patch
 from fp8patch import messages
 from fp8patch.blocks import graphs as blocks_graphs
-from fp8patch.blocks import run
+from fp8patch.blocks import memory, run
 from fp8patch.blocks.graphs import Graphs
 from fp8patch.ops import quantize as ops
 
@@ -72,7 +72,7 @@ class Watched:
         patch.setattr(Graphs, "begin", begin)
         patch.setattr(blocks_graphs, "_on_gpu", lambda model: True)
         patch.setattr(blocks_graphs, "_step", blocks_graphs._Step())
-        patch.setattr(torch.compiler, "cudagraph_mark_step_begin", mark)
+        patch.setattr(memory, "begin", mark)
         patch.setattr(messages, "_seen", set())
         self.found = fp8patch.compile_blocks(self.model, cuda_graphs=True, backend="aot_eager")
 
@@ -143,7 +143,12 @@ def test_a_graph_that_is_kept_for_another_backward(watched: Watched) -> None:
 def test_what_the_model_returns_is_its_own(watched: Watched) -> None:
     blocks = watched.model.blocks
     seen: list[Tensor] = []
-    blocks[1].register_forward_hook(lambda module, args, output: seen.append(output))
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        seen.append(output)
+        memory.step().given.append(memory.Place(output))
+
+    blocks[1].register_forward_hook(hook)
     output = watched.forward()
     assert torch.equal(output["hidden"], seen[0])
     assert output["hidden"].data_ptr() != seen[0].data_ptr()
@@ -151,6 +156,7 @@ def test_what_the_model_returns_is_its_own(watched: Watched) -> None:
     assert watched.model.scale.grad is not None
     with torch.no_grad():
         assert watched.forward()["hidden"].data_ptr() == seen[1].data_ptr()
+    memory.begin()
 
 
 def test_gradients_in_the_graphs_memory_are_copied_out(

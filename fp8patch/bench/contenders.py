@@ -136,7 +136,6 @@ class Prepared:
         before_step: What has to be called before each step.
         converted: GEMM modules in FP8.
         predicted: What our plan says that FP8 gains on all GEMMs together; None for an unknown GPU.
-        first_step_eager: The first step has to be run without compiled code.
         left_eager: Blocks that were not compiled after all, and why.
     """
 
@@ -145,7 +144,6 @@ class Prepared:
     before_step: Callable[[], None] = lambda: None
     converted: int = 0
     predicted: float | None = None
-    first_step_eager: bool = False
     left_eager: Callable[[], dict[str, str]] = dict
 
 
@@ -221,14 +219,12 @@ def _compile(prepared: Prepared, contender: Contender) -> None:
     """
     graphs = contender.mode == "graphs"
     blocks = _blocks(prepared.model)
-    if contender.family in ("bf16", "ours") and len(blocks) > 1:
+    if contender.family in ("bf16", "ours"):
         compiled = compile_blocks(prepared.model, cuda_graphs=graphs)
         prepared.left_eager = lambda: dict(compiled.left)
     else:
         for block in blocks:
             block.compile(mode="reduce-overhead" if graphs else None)
-        # Our first step only looks: what it finds is what is compiled.
-        prepared.first_step_eager = contender.family == "ours"
         if graphs:
             prepared.before_step = torch.compiler.cudagraph_mark_step_begin
 

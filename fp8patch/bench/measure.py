@@ -64,10 +64,6 @@ class Session:
 
     def warm_up(self, steps: int) -> None:
         """The first steps: observation, compilation, graph capture."""
-        if self._made.first_step_eager:
-            with torch.compiler.set_stance("force_eager"):
-                self.step()
-            self._made.first_step_eager = False
         for _ in range(steps):
             self.step()
         self._wait()

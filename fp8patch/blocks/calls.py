@@ -19,6 +19,7 @@ from torch import nn
 
 from fp8patch import messages, regions
 from fp8patch.blocks.graphs import Graphs
+from fp8patch.blocks.places import Places
 from fp8patch.blocks.run import COMPILED, EAGER, GRAPHS, Mode
 from fp8patch.compiler import outside_compiler
 
@@ -57,8 +58,8 @@ _state = _State()
 class Caller:
     """Decides for the blocks of one `compile_blocks`; with `graphs`, where those were asked for."""
 
-    def __init__(self, graphs: Graphs | None) -> None:
-        self.graphs = graphs
+    def __init__(self, graphs: Graphs | None, places: Places) -> None:
+        self.graphs, self._places = graphs, places
         self._entry = -1
         self._mode = self._last_training = EAGER
 
@@ -76,6 +77,8 @@ class Caller:
             self._mode = EAGER
             if _state.calls[0].training:
                 self._mode = self._last_training = self._decide()
+        if self._mode is not EAGER and regions.state.roots:
+            self._places.refresh()
         return self._mode
 
     def _decide(self) -> Mode:

@@ -15,6 +15,7 @@ from fp8patch import messages
 from fp8patch.blocks.calls import Caller, takes_cache, unwatch, watch
 from fp8patch.blocks.find import Block, find_blocks, structure, variants
 from fp8patch.blocks.graphs import Graphs
+from fp8patch.blocks.places import Places
 from fp8patch.blocks.run import BlockCall, Structure
 from fp8patch.errors import Fp8PatchError
 
@@ -59,8 +60,8 @@ def compile_blocks(
     found = CompiledBlocks(model, find_blocks(model), cuda_graphs, backend)
     if not found.names:
         messages.note(
-            f"{type(model).__name__}: nothing to compile, it has no list of two or more blocks "
-            "with the same class."
+            f"{type(model).__name__}: nothing to compile, it has no list of blocks with the "
+            "same class."
         )
     _compiled[model] = found
     return found
@@ -88,7 +89,8 @@ class CompiledBlocks:
         self._taken: dict[str, str] = {}
         self._parts: list[weakref.ref[nn.Module]] = []
         self._graphs = graphs = Graphs(model) if cuda_graphs else None
-        caller = Caller(graphs)
+        places = Places()
+        caller = Caller(graphs, places)
         wrote = None if graphs is None else graphs.wrote
         groups: dict[Any, list[Block]] = {}
         for block in blocks:
@@ -97,8 +99,9 @@ class CompiledBlocks:
             else:
                 groups.setdefault(structure(block.module), []).append(block)
         for group in groups.values():
+            places.add([block.module for block in group])
             kinds = variants([block.module for block in group])
-            shared = Structure(_name(group), backend, kinds)
+            shared = Structure(_name(group), backend, kinds, cuda_graphs)
             if graphs is not None:
                 graphs.structures.append(shared)
             for block in group:
@@ -129,7 +132,7 @@ class CompiledBlocks:
         """{name of a structure: blocks that run compiled, the first shapes at least}."""
         found: dict[str, int] = {}
         for _, call in self._calls:
-            failed = any(not dynamic for dynamic, _ in call.structure.failed)
+            failed = any(not dynamic for dynamic in call.structure.failed)
             if call.left is None and not failed:
                 found[call.structure.name] = found.get(call.structure.name, 0) + 1
         return found

@@ -31,7 +31,7 @@ def find_blocks(model: nn.Module) -> list[Block]:
     """Every block of `model`, in the order of its modules; each module once."""
     converted = any(_is_converted(module) for module in model.modules())
     wanted = _is_converted if converted else _is_linear
-    blocks = _blocks_below(model, "", wanted)
+    blocks = _blocks_below(model, "", wanted) or list(_only_children(model, wanted))
     first: dict[int, Block] = {}
     for block in blocks:  # a layer that is shared has several paths
         first.setdefault(id(block.module), block)
@@ -72,6 +72,15 @@ def _repeated(module: nn.Module, wanted: Any) -> Iterator[nn.Module]:
         holding = [c for c in children if not wanted(c) and any(map(wanted, c.modules()))]
         if len(holding) > 1:
             yield from holding
+
+
+def _only_children(model: nn.Module, wanted: Any) -> Iterator[Block]:
+    """What is alone in a list, and more than one layer."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == 1:
+            (name, child), *_ = module.named_children()
+            if sum(map(wanted, child.modules())) > 1:
+                yield Block(f"{path}.{name}" if path else name, child)
 
 
 def _weights(module: nn.Module, wanted: Any) -> int:

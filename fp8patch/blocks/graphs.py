@@ -1,11 +1,8 @@
-"""CUDA graphs: when the memory of the last step may be used again.
+"""CUDA graphs: when a training forward may replay them.
 
 A graph writes the same memory at every replay: what a block returned, what it saved for backward,
-and the gradients, which autograd takes as they are for a parameter that has none. PyTorch's graph
-trees know what of it is still alive while they *record*, but at a *replay* of a new step
-(`cudagraph_mark_step_begin`) they overwrite whatever it is, and the second micro-batch would add
-its gradients to themselves (pytorch#96693, #169545). So a step begins here only when nothing is
-alive any more:
+and the gradients, which autograd takes as they are for a parameter that has none. So a step begins
+only when nothing of the last one is held any more:
 
 - gradients that are still somebody's `.grad` (accumulation) are copied out, once a step;
 - what the model returns is copied out where a graph wrote it (returned hidden states);
@@ -14,7 +11,6 @@ alive any more:
 """
 
 import functools
-import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,6 +21,7 @@ from torch import Tensor, nn
 
 from fp8patch import messages, regions
 from fp8patch.backward import differentiable
+from fp8patch.blocks import memory
 from fp8patch.blocks.run import COMPILED, EAGER, GRAPHS, Mode, Structure
 from fp8patch.modules.base import Float8Module
 from fp8patch.modules.gemms import Quantized
@@ -65,6 +62,9 @@ class _Step:
 
 _step = _Step()
 
+# What autograd calls the backward of a compiled block, and of a replayed one.
+_NODES = ("CompiledFunctionBackward", "_ReplayBackward")
+
 
 class Graphs:
     """The CUDA graphs of one model's blocks.
@@ -80,13 +80,11 @@ class Graphs:
         self._model = weakref.ref(model)
         self._modules: list[weakref.ref[Any]] = []
         self._weights: weakref.WeakKeyDictionary[Any, Quantized] = weakref.WeakKeyDictionary()
-        self._written: set[int] = set()
         self._cold: set[int] | None = None
         _all.add(self)
 
     def begin(self) -> Mode:
         """An outermost training forward begins: how may it run?"""
-        self._written.clear()
         model = self._model()
         if model is None or not _on_gpu(model):
             messages.once("no GPU for graphs", "the model is on no GPU: compiled, no CUDA graphs.")
@@ -96,9 +94,10 @@ class Graphs:
             return EAGER
         self._keep_addresses(modules)
         global _step
-        if _step.waits() or _alive():
-            _drop_history()
-        if _step.waits() or ((alive := _alive()) and not _rescue_gradients(alive)):
+        waits = _step.waits()
+        if not waits:
+            memory.abandon()
+        if waits or ((alive := _alive()) and not _rescue_gradients(alive)):
             messages.once(
                 "graphs are in use",
                 "a training forward began while another one waited for its backward, or while its "
@@ -106,7 +105,7 @@ class Graphs:
             )
             return COMPILED
         _step = _Step()
-        torch.compiler.cudagraph_mark_step_begin()
+        memory.begin()
         return GRAPHS
 
     def _converted(self, model: nn.Module) -> list[Any]:
@@ -166,14 +165,14 @@ class Graphs:
         """A block that ran as a graph has returned `output`."""
         self.used = True
         for tensor in tensors_in(output):
-            self._written.add(tensor.untyped_storage().data_ptr())
             node = _compiled_node(tensor.grad_fn)
             if node is not None:
                 _step.nodes.append(weakref.ref(node))
 
     def finish(self, output: Any) -> Any:
         """What the model returns, without memory of the graphs."""
-        written, forward = self._written, _Forward()
+        memory.end_forward()
+        written, forward = {place.storage for place in memory.step().given}, _Forward()
         begun = functools.partial(_backward_begins, forward)
         for tensor in differentiable(output):
             tensor.register_hook(begun)
@@ -204,7 +203,7 @@ def _backward_begins(forward: _Forward, gradient: Tensor) -> None:
 def _compiled_node(node: Any) -> Any:
     """The backward node of a compiled function, below the views that its outputs may be."""
     for _ in range(4):
-        if node is None or type(node).__name__ == "CompiledFunctionBackward":
+        if node is None or type(node).__name__ in _NODES:
             return node
         node = node.next_functions[0][0] if node.next_functions else None
     return None
@@ -212,7 +211,7 @@ def _compiled_node(node: Any) -> Any:
 
 def _is_freed(node: Any) -> bool:
     """Did backward run through it, and give free what was saved?"""
-    if node is None:
+    if node is None or getattr(node, "replayed", False):
         return True
     try:
         return node.saved_tensors is None
@@ -220,37 +219,9 @@ def _is_freed(node: Any) -> bool:
         return "second time" in str(error)
 
 
-def _last_nodes() -> list[Any]:
-    """The graphs that ran last, one for each GPU, as PyTorch's graph trees know them."""
-    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
-    if trees is None:
-        return []
-    containers = trees.get_obj(trees.local, "tree_manager_containers")
-    managers = [container.tree_manager for container in containers.values()]
-    return [m.current_node for m in managers if m is not None and m.current_node is not None]
-
-
 def _alive() -> set[int]:
     """Addresses of what the graphs of the last step have written, and somebody still holds."""
-    return {ref.data_ptr() for node in _last_nodes() for ref in node.path_live_weakrefs()}
-
-
-def _drop_history() -> None:
-    """Let go of what only a forward without a backward, long gone, holds.
-
-    A graph returns the same tensor objects at each replay, and keeps them in between: on them hangs
-    autograd's history of the last forward, with everything that it saved.
-    """
-    for last in _last_nodes():
-        # The later ones first: what they have saved is what the earlier ones returned.
-        for node in reversed(list(last._path_from_root)):
-            kept = getattr(node, "cached_tensor_outputs", None) or ()
-            for at, reference in enumerate(node.outputs_weakrefs[: len(kept)]):
-                # By position: it counts who holds the tensor, and a name of ours would be one.
-                if kept[at] is None or kept[at].grad_fn is None or kept[at]._is_view():
-                    continue
-                if reference is not None and reference.expired():
-                    kept[at].detach_()
+    return memory.alive()
 
 
 def _rescue_gradients(alive: set[int]) -> bool:

@@ -19,8 +19,10 @@ import torch
 from torch import nn
 
 from fp8patch import messages, regions
+from fp8patch.blocks.replay import Replayed, arguments_of
 from fp8patch.modules.base import Float8Module
 from fp8patch.modules.weights import prepare
+from fp8patch.structures import map_tensors
 
 __all__ = ["COMPILED", "EAGER", "GRAPHS", "BlockCall", "Mode", "Structure"]
 
@@ -33,6 +35,11 @@ GRAPHS: Mode = "graphs"
 _MOST_SHAPES = 8
 # Graphs for one kind of block: static and dynamic, each with an attention mask and without.
 _GRAPHS_A_VARIANT = 4
+# What isn't done where somebody else's pass is in the place of ours.
+_UNDONE = {
+    "joint_custom_post_pass": "blocks keep transposes that only backward reads",
+    "post_grad_custom_pre_pass": "activations are not computed by the casts that read them",
+}
 
 
 class Structure:
@@ -41,16 +48,20 @@ class Structure:
     Attributes:
         name: What messages call it: "model.layers.0 to model.layers.11 (LlamaDecoderLayer)".
         first: What the static graphs are for: {number of dimensions of each tensor: its shapes}.
-        failed: {(dynamic, graphs): why} of what can't be compiled.
+        failed: {dynamic: why} of what can't be compiled.
     """
 
-    def __init__(self, name: str, backend: str | Callable[..., Any], variants: int) -> None:
+    def __init__(
+        self, name: str, backend: str | Callable[..., Any], variants: int, graphs: bool = False
+    ) -> None:
         self.name = name
         self.first: dict[tuple[int, ...], tuple[torch.Size, ...]] = {}
-        self.failed: dict[tuple[bool, bool], str] = {}
-        self._backend = backend
+        self.failed: dict[bool, str] = {}
+        self._backend = self._with_graphs if graphs and backend == "inductor" else backend
         self._limit = _GRAPHS_A_VARIANT * variants
-        self._compiled: dict[tuple[bool, bool], Callable[..., Any]] = {}
+        self._compiled: dict[bool, Callable[..., Any]] = {}
+        # What CUDA graphs are recorded of; empty where none were asked for.
+        self._replayed: list[Replayed] = []
         self._shapes: set[tuple[torch.Size, ...]] = set()
 
     def choose(self, shapes: tuple[torch.Size, ...], graphs: bool) -> tuple[bool, bool]:
@@ -69,24 +80,32 @@ class Structure:
             self._shapes.add(shapes)
         return dynamic, graphs
 
-    def compiled(self, kind: tuple[bool, bool]) -> Callable[..., Any]:
+    def compiled(self, dynamic: bool) -> Callable[..., Any]:
         """A function of (block, args, kwargs)."""
-        function = self._compiled.get(kind)
+        function = self._compiled.get(dynamic)
         if function is None:
-            function = self._compiled[kind] = _compile(*kind, self._backend, self._limit)
+            function = self._compiled[dynamic] = _compile(dynamic, self._backend, self._limit)
         return function
 
+    def _with_graphs(self, graph: Any, inputs: Any) -> Replayed:
+        """Inductor, as `torch.compile` calls a backend; what it makes can run as CUDA graphs."""
+        from torch._inductor.compile_fx import compile_fx
+
+        compiled: Any = compile_fx(graph, inputs, config_patches=_for_inductor())
+        replayed = Replayed(compiled)
+        self._replayed.append(replayed)
+        return replayed
+
     def renew(self) -> None:
-        """Compile anew what runs as CUDA graphs."""
-        self._compiled = {kind: f for kind, f in self._compiled.items() if not kind[1]}
+        """Record CUDA graphs anew."""
+        for replayed in self._replayed:
+            replayed.forget()
 
 
-def _compile(
-    dynamic: bool, graphs: bool, backend: str | Callable[..., Any], limit: int
-) -> Callable[..., Any]:
+def _compile(dynamic: bool, backend: str | Callable[..., Any], limit: int) -> Callable[..., Any]:
     options: dict[str, Any] = {"fullgraph": True, "backend": backend}
     if backend == "inductor":
-        options["options"] = _for_inductor(graphs)
+        options["options"] = _for_inductor()
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options["recompile_limit"] = max(limit, torch._dynamo.config.recompile_limit)
     elif torch._dynamo.config.recompile_limit < limit:
@@ -95,21 +114,19 @@ def _compile(
     return _for_any_shape(compiled) if dynamic else compiled
 
 
-def _for_inductor(graphs: bool) -> dict[str, Any]:
+def _for_inductor() -> dict[str, Any]:
     import torch._inductor
 
-    # (`mode` can't be given beside `options`.)
-    options = torch._inductor.list_mode_options("reduce-overhead") if graphs else {}
-    if torch._inductor.config.post_grad_custom_pre_pass is None:
-        from fp8patch.blocks.fuse import FUSE_CASTS
+    options: dict[str, Any] = {}
+    from fp8patch.blocks.fuse import FUSE_CASTS
+    from fp8patch.blocks.keep_less import KEEP_LESS
 
-        options["post_grad_custom_pre_pass"] = FUSE_CASTS
-    else:
-        messages.once(
-            "a pass of its own",
-            "Inductor has a post_grad_custom_pre_pass already, so activations are not computed by "
-            "the casts that read them.",
-        )
+    passes = {"joint_custom_post_pass": KEEP_LESS, "post_grad_custom_pre_pass": FUSE_CASTS}
+    for place, ours in passes.items():
+        if getattr(torch._inductor.config, place) is None:
+            options[place] = ours
+        else:
+            messages.once(place, f"Inductor has a {place} already, so {_UNDONE[place]}.")
     return options
 
 
@@ -182,7 +199,7 @@ class BlockCall:
         self._gathered: list[nn.Module] | None = None
         self._through_hooks = (
             functools.partial(self._forward, False),
-            functools.partial(self._forward, True),
+            self._for_hooks,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +214,7 @@ class BlockCall:
         if not _hooked(block):
             return self._forward(graphs, *args, **kwargs)
         # Hooks on the block itself (FSDP's, or those that collect outputs) run as they are, around
-        # the compiled forward.
+        # the compiled forward, and may keep what they are given.
         block.__dict__["forward"] = self._through_hooks[graphs]
         try:
             return block._call_impl(*args, **kwargs)
@@ -215,6 +232,9 @@ class BlockCall:
             for module in gathered:
                 module._fp8_weight_state.ahead = False
 
+    def _for_hooks(self, /, *args: Any, **kwargs: Any) -> Any:
+        return map_tensors(self._forward(True, *args, **kwargs), torch.Tensor.clone)
+
     def _modules_gathered(self) -> list[nn.Module]:
         if self._gathered is None:
             block: Any = self._block()
@@ -224,30 +244,31 @@ class BlockCall:
     def _compiled_or_not(self, graphs: bool, args: Any, kwargs: Any) -> Any:
         block: Any = self._block()
         structure = self.structure
-        kind = structure.choose(_shapes(args, kwargs), graphs)
-        if kind not in structure.failed:
+        dynamic, graphs = structure.choose(_shapes(args, kwargs), graphs)
+        if dynamic not in structure.failed:
             try:
-                output = structure.compiled(kind)(block, args, kwargs)
+                with arguments_of((args, kwargs) if graphs else None):
+                    output = structure.compiled(dynamic)(block, args, kwargs)
             except _failures() as error:
                 # Raised while compiling, before anything has run.
-                self._give_up(kind, error)
+                self._give_up(dynamic, error)
             except RuntimeError as error:
                 if "no compiled frames" not in str(error):
                     raise
                 self._leave("there is nothing in it to compile")
             else:
-                if kind[1] and self._wrote is not None:
+                if graphs and self._wrote is not None:
                     self._wrote(output)
                 return output
         return type(block).forward(block, *args, **kwargs)
 
-    def _give_up(self, kind: tuple[bool, bool], error: Exception) -> None:
+    def _give_up(self, dynamic: bool, error: Exception) -> None:
         if type(error).__name__ == "FailOnRecompileLimitHit":
             self._leave("too many graphs: something in it changes from call to call")
             return
         why = messages.one_line(error)
-        self.structure.failed[kind] = why
-        which = " for shapes other than the first" if kind[0] else ""
+        self.structure.failed[dynamic] = why
+        which = " for shapes other than the first" if dynamic else ""
         messages.warn(f"{self.structure.name}: left eager{which}, it can't be compiled: {why}.")
 
     def _leave(self, why: str) -> None:

@@ -35,7 +35,7 @@ from fp8patch.modules.weights import WeightState, is_whole, prepare
 from fp8patch.recipe import Recipe
 from fp8patch.roots import enter_module, inside_root, read_early
 from fp8patch.scaling import Bank
-from fp8patch.slots import GRAD_OUTPUT, INPUT, grad_is_e5m2, limit
+from fp8patch.slots import GRAD_OUTPUT, INPUT, Place, grad_is_e5m2, limit
 
 # Dropped from a pickle and a deep copy; the first use makes them anew. Views cut from their bank by
 # a pickle would be frozen for good without a word.
@@ -43,6 +43,7 @@ _RUNTIME = (
     "_fp8_input_slot",
     "_fp8_weight_slot",
     "_fp8_grad_slot",
+    "_fp8_place",
     "_fp8_device",
     "_fp8_weight_q",
     "_fp8_bias",
@@ -304,6 +305,9 @@ def _run(
     weight_q, slot, grad_slot = module._fp8_weight_q, module._fp8_input_slot, module._fp8_grad_slot
     output: Tensor
     if torch.compiler.is_compiling():
+        place: Place | None = module._fp8_place
+        if place is not None:
+            slot, grad_slot = place.rows.slot(place.input), place.rows.slot(place.grad)
         operands = Operands(weight_q, None, slot, grad_slot)
         output = Float8Gemms.apply(input, weight, bias, operands, spec)  # type: ignore[no-untyped-call]
     else:

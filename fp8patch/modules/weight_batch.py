@@ -4,13 +4,13 @@ What is out of the ordinary (never quantised before, replaced, frozen, gathered 
 GPU) is left to `prepare`, one weight at a time.
 """
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fp8patch.modules.weight_again import Batch
 from fp8patch.modules.weights import is_fresh, note_quantized, settled_owner
 from fp8patch.ops.fused import many_casts
 from fp8patch.ops.quantize import ALIGNMENT, is_cold
@@ -20,13 +20,33 @@ from fp8patch.slots import WEIGHT, limit
 _Group = tuple[torch.device, torch.dtype, bool, bool]
 
 
+# Where a bank's `casts` keep the last batch.
+_AGAIN = "again"
+
+
 @torch.inference_mode(False)
 @torch.no_grad()
-def refresh_together(members: Iterable[Any], observe: bool) -> list[Any]:
-    """Quantise what can be in one launch, and return the modules that are left."""
+def refresh_together(members: list[Any], observe: bool) -> list[Any]:
+    """Quantise what can be in one launch, and return the modules that are left.
+
+    `members` are of one bank.
+    """
+    bank = members[0]._fp8_bank
+    batch: Batch | None = bank.casts.get(_AGAIN)
+    if batch is None or not observe or not batch.fits(members, bank.weights_seen):
+        return _find_out(members, members, observe)
+    modules = [each.module() for each in batch.noted]
+    _launch(bank, batch.group, modules, batch.casts)
+    batch.note_quantized(bank)
+    others = [members[at] for at in batch.others]
+    return _find_out(members, others, observe) if others else []
+
+
+def _find_out(members: list[Any], asked: list[Any], observe: bool) -> list[Any]:
+    """What can be cast together, of those that are `asked` about, and do it."""
     groups: dict[_Group, list[Any]] = {}
     left = []
-    for module in members:
+    for module in asked:
         weight = module.weight
         if is_fresh(module, weight) and not module._fp8_weight_state.gathered:
             continue  # As at most entries: what follows takes longer to find that out.
@@ -39,18 +59,24 @@ def refresh_together(members: Iterable[Any], observe: bool) -> list[Any]:
     if not groups and left and not any(map(settled_owner, left)):
         # Their optimizer is gone, and with it whoever would use the tables again.
         left[0]._fp8_bank.casts.clear()
+    largest = max(groups.values(), key=len, default=[])
     for group, modules in groups.items():
-        if len(modules) < 2 or not _cast(group, modules):
+        casts = _casts(group, modules) if len(modules) > 1 else None
+        if casts is None:
             left.extend(modules)
             continue
+        bank = modules[0]._fp8_bank
+        _launch(bank, group, modules, casts)
         for module in modules:
             note_quantized(module, module.weight, observe)
+        if group[2] and modules is largest and asked is members:
+            bank.casts[_AGAIN] = Batch.of(members, modules, group, casts)
     return left
 
 
 def _can_join(module: Any, weight: Tensor, observe: bool) -> bool:
     known, quantized = module._fp8_weight_state, module._fp8_weight_q
-    if type(weight) is not nn.Parameter or not weight.is_cuda or quantized is None:
+    if type(weight) is not nn.Parameter or quantized is None or not _has_kernel(weight):
         return False
     if not (known.outdated or (known.unseen and observe)) or known.replaced:
         return False
@@ -65,7 +91,12 @@ def _can_join(module: Any, weight: Tensor, observe: bool) -> bool:
     return scaling != "rowwise" and warm and module._fp8_device == weight.device
 
 
-def _cast(group: _Group, modules: list[Any]) -> bool:
+def _has_kernel(weight: Tensor) -> bool:
+    return weight.is_cuda
+
+
+def _casts(group: _Group, modules: list[Any]) -> Any:
+    """The launch for these modules; None where there is no Triton."""
     bank = modules[0]._fp8_bank
     jobs = [_job(module) for module in modules]
     addresses = [(job[0].data_ptr(), job[1].data_ptr(), job[4].data_ptr()) for job in jobs]
@@ -75,15 +106,16 @@ def _cast(group: _Group, modules: list[Any]) -> bool:
     if known != addresses:
         casts = many_casts(jobs)
         bank.casts[key] = addresses, casts
-    if casts is None:
-        return False
+    return casts
+
+
+def _launch(bank: Any, group: _Group, modules: list[Any], casts: Any) -> None:
     # What live amax are brought to; without a history there is no margin, so it is one for all.
     largest = limit(modules[0]._fp8_recipe, WEIGHT)
     bank.late.defer(
         partial(casts.run, largest, live=group[3], observe=group[2]),
         partial(_undo, modules, observed=group[2]),
     )
-    return True
 
 
 def _undo(modules: list[Any], observed: bool) -> None:

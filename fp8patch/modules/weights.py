@@ -67,9 +67,9 @@ class WeightState:
         """
         return self.owner is not None and self.owner() is not None and bool(weight.requires_grad)
 
-    def took_step(self, weight: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    def took_step(self, weight: Tensor, owner: weakref.ref[torch.optim.Optimizer]) -> None:
         """The optimizer that owns `weight` has just stepped."""
-        self.owner = weakref.ref(optimizer)
+        self.owner = owner
         self.outdated = self.unseen = True
         self.version = self.shard = version(weight)
 

@@ -102,6 +102,20 @@ def _store_row(x_fp8, quantized, m, k, rows, width, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _store_words(x_fp8_t, words, w, k, width, height, EVEN: tl.constexpr):
+    # `height` is a multiple of 16, so that each row of the transpose holds whole words.
+    # (w and not a row divided by four: the compiler has to see that neighbours are neighbours.)
+    words_a_row = tl.multiple_of(height // 4, 4)
+    offsets = k.to(tl.int64)[:, None] * words_a_row + w[None, :]
+    target = x_fp8_t.to(tl.pointer_type(tl.uint32), bitcast=True) + offsets
+    if EVEN:
+        tl.store(target, tl.trans(words))
+    else:
+        inside = (k[:, None] < width) & (w[None, :] < words_a_row)
+        tl.store(target, tl.trans(words), mask=inside)
+
+
+@triton.jit
 def store_tile(
     x_fp8, x_fp8_t, s0, s1, s2, s3, w, k, rows, width, height,
     TRANSPOSE: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
@@ -113,16 +127,16 @@ def store_tile(
     _store_row(x_fp8, b2, 4 * w + 2, k, rows, width, EVEN)
     _store_row(x_fp8, b3, 4 * w + 3, k, rows, width, EVEN)
     if TRANSPOSE:
-        # `height` is a multiple of 16, so that each row of the transpose holds whole words.
-        # (w and not a row divided by four: the compiler has to see that neighbours are neighbours.)
-        words_a_row = tl.multiple_of(height // 4, 4)
-        offsets = k.to(tl.int64)[:, None] * words_a_row + w[None, :]
-        target = x_fp8_t.to(tl.pointer_type(tl.uint32), bitcast=True) + offsets
-        if EVEN:
-            tl.store(target, tl.trans(words))
-        else:
-            inside = (k[:, None] < width) & (w[None, :] < words_a_row)
-            tl.store(target, tl.trans(words), mask=inside)
+        _store_words(x_fp8_t, words, w, k, width, height, EVEN)
+
+
+@triton.jit
+def store_transposed(
+    x_fp8_t, s0, s1, s2, s3, w, k, width, height, EVEN: tl.constexpr, PTX: tl.constexpr
+):
+    """As `store_tile`, the transpose alone."""
+    words, _, _, _, _ = cast_four(s0, s1, s2, s3, x_fp8_t.dtype.element_ty, PTX)
+    _store_words(x_fp8_t, words, w, k, width, height, EVEN)
 
 
 @triton.jit

@@ -41,7 +41,7 @@ _LONGEST = 1024
 
 
 @triton.jit
-def _raw_row(x, m, k, rows, cols, more, stride_m, stride_k, EVEN: tl.constexpr):
+def raw_row(x, m, k, rows, cols, more, stride_m, stride_k, EVEN: tl.constexpr):
     """Rows m and columns k as they are stored; zero outside x, and anything if not `more`."""
     offsets = m.to(tl.int64)[:, None] * stride_m + k.to(tl.int64)[None, :] * stride_k
     if EVEN:
@@ -50,7 +50,7 @@ def _raw_row(x, m, k, rows, cols, more, stride_m, stride_k, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _near_less_zero(values, used, FLUSHES_TO: tl.constexpr):
+def near_less_zero(values, used, FLUSHES_TO: tl.constexpr):
     # Adds up to the same as `flushed`, in 30 registers less: a program may hold many more rows.
     # (Zero times a scale that is not finite is not near zero. Such a sum is not above 0: no count.)
     return as_one(tl.abs(values * used) <= FLUSHES_TO) - as_one(values == 0.0)
@@ -82,16 +82,16 @@ def cast_and_add_kernel(
     top = tl.zeros((BM // 4, BK // 4), tl.float32)
     lost = tl.zeros((BM // 4, BK // 4), tl.float32)
     w = first * (BM // 4) + tl.arange(0, BM // 4)
-    r0 = _raw_row(x, 4 * w, k, rows, end, True, stride_m, stride_k, EVEN)
-    r1 = _raw_row(x, 4 * w + 1, k, rows, end, True, stride_m, stride_k, EVEN)
-    r2 = _raw_row(x, 4 * w + 2, k, rows, end, True, stride_m, stride_k, EVEN)
-    r3 = _raw_row(x, 4 * w + 3, k, rows, end, True, stride_m, stride_k, EVEN)
+    r0 = raw_row(x, 4 * w, k, rows, end, True, stride_m, stride_k, EVEN)
+    r1 = raw_row(x, 4 * w + 1, k, rows, end, True, stride_m, stride_k, EVEN)
+    r2 = raw_row(x, 4 * w + 2, k, rows, end, True, stride_m, stride_k, EVEN)
+    r3 = raw_row(x, 4 * w + 3, k, rows, end, True, stride_m, stride_k, EVEN)
     s0, s1, s2, s3 = r0, r1, r2, r3
     if FORM != "":
-        s0 = _raw_row(y, 4 * w, k, rows, end, True, stride_m, stride_k, EVEN)
-        s1 = _raw_row(y, 4 * w + 1, k, rows, end, True, stride_m, stride_k, EVEN)
-        s2 = _raw_row(y, 4 * w + 2, k, rows, end, True, stride_m, stride_k, EVEN)
-        s3 = _raw_row(y, 4 * w + 3, k, rows, end, True, stride_m, stride_k, EVEN)
+        s0 = raw_row(y, 4 * w, k, rows, end, True, stride_m, stride_k, EVEN)
+        s1 = raw_row(y, 4 * w + 1, k, rows, end, True, stride_m, stride_k, EVEN)
+        s2 = raw_row(y, 4 * w + 2, k, rows, end, True, stride_m, stride_k, EVEN)
+        s3 = raw_row(y, 4 * w + 3, k, rows, end, True, stride_m, stride_k, EVEN)
     for tile in range(first, last):
         w = tile * (BM // 4) + tl.arange(0, BM // 4)
         n = w + BM // 4
@@ -99,16 +99,16 @@ def cast_and_add_kernel(
         if PTX == "":
             # Triton's interpreter (3.9) takes no scalar that was computed for a mask.
             more = (n < last * (BM // 4))[:, None]
-        n0 = _raw_row(x, 4 * n, k, rows, end, more, stride_m, stride_k, EVEN)
-        n1 = _raw_row(x, 4 * n + 1, k, rows, end, more, stride_m, stride_k, EVEN)
-        n2 = _raw_row(x, 4 * n + 2, k, rows, end, more, stride_m, stride_k, EVEN)
-        n3 = _raw_row(x, 4 * n + 3, k, rows, end, more, stride_m, stride_k, EVEN)
+        n0 = raw_row(x, 4 * n, k, rows, end, more, stride_m, stride_k, EVEN)
+        n1 = raw_row(x, 4 * n + 1, k, rows, end, more, stride_m, stride_k, EVEN)
+        n2 = raw_row(x, 4 * n + 2, k, rows, end, more, stride_m, stride_k, EVEN)
+        n3 = raw_row(x, 4 * n + 3, k, rows, end, more, stride_m, stride_k, EVEN)
         p0, p1, p2, p3 = n0, n1, n2, n3
         if FORM != "":
-            p0 = _raw_row(y, 4 * n, k, rows, end, more, stride_m, stride_k, EVEN)
-            p1 = _raw_row(y, 4 * n + 1, k, rows, end, more, stride_m, stride_k, EVEN)
-            p2 = _raw_row(y, 4 * n + 2, k, rows, end, more, stride_m, stride_k, EVEN)
-            p3 = _raw_row(y, 4 * n + 3, k, rows, end, more, stride_m, stride_k, EVEN)
+            p0 = raw_row(y, 4 * n, k, rows, end, more, stride_m, stride_k, EVEN)
+            p1 = raw_row(y, 4 * n + 1, k, rows, end, more, stride_m, stride_k, EVEN)
+            p2 = raw_row(y, 4 * n + 2, k, rows, end, more, stride_m, stride_k, EVEN)
+            p3 = raw_row(y, 4 * n + 3, k, rows, end, more, stride_m, stride_k, EVEN)
         v0 = formed(r0.to(tl.float32), s0.to(tl.float32), x.dtype.element_ty, FORM, PTX)
         v1 = formed(r1.to(tl.float32), s1.to(tl.float32), x.dtype.element_ty, FORM, PTX)
         v2 = formed(r2.to(tl.float32), s2.to(tl.float32), x.dtype.element_ty, FORM, PTX)
@@ -122,8 +122,8 @@ def cast_and_add_kernel(
         tops = max_abs(max_abs(v0, v1), max_abs(v2, v3))
         top = max_abs(top, tl.reduce(tl.reshape(tops, (BM // 4, BK // 4, 4)), 2, max_abs))
         if OBSERVE:
-            small = _near_less_zero(v0, used, FLUSHES_TO) + _near_less_zero(v1, used, FLUSHES_TO)
-            small += _near_less_zero(v2, used, FLUSHES_TO) + _near_less_zero(v3, used, FLUSHES_TO)
+            small = near_less_zero(v0, used, FLUSHES_TO) + near_less_zero(v1, used, FLUSHES_TO)
+            small += near_less_zero(v2, used, FLUSHES_TO) + near_less_zero(v3, used, FLUSHES_TO)
             lost += tl.sum(tl.reshape(small, (BM // 4, BK // 4, 4)), 2)
         r0, r1, r2, r3 = n0, n1, n2, n3
         s0, s1, s2, s3 = p0, p1, p2, p3
@@ -165,6 +165,11 @@ def _add_rows_kernel(partial, sums, rows, cols, width, BM: tl.constexpr, BK: tl.
     tl.store(sums + k, tl.sum(total, 0), mask=k < cols)
 
 
+def programs_of(form: str) -> int:
+    """How many programs to aim at."""
+    return PROGRAMS_FORMED if form else PROGRAMS
+
+
 _cast = Launcher(cast_and_add_kernel)
 _add_rows = Launcher(_add_rows_kernel)
 
@@ -178,17 +183,16 @@ def cast_and_add(
     constants: Callable[[], dict[str, Any]],
     warps: int,
     shape: tuple[int, int],
-    formed: bool,
+    programs: int,
     launch: Launcher = _cast,
 ) -> Tensor:
     """The launch of `quantize.quantize` (its arguments), over `down` times `across` tiles.
 
-    Returns the sums over the rows of x, FP32 [K]; `shape` is K and K padded; `formed`: with a
-    form; `launch` is of a kernel with the same last arguments.
+    Returns the sums over the rows of x, FP32 [K]; `shape` is K and K padded; `programs`:
+    how many to aim at; `launch` is of a kernel with the same last arguments.
     """
     cols, width = shape
     device = tensors[0].device
-    programs = PROGRAMS_FORMED if formed else PROGRAMS
     walk = min(blocks_of(down * across, programs), _LONGEST)
     rows = blocks_of(down, walk)
     partial = torch.empty_strided((rows * width,), (1,), dtype=torch.float32, device=device)

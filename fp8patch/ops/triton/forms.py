@@ -1,4 +1,4 @@
-"""What a cast can compute of what it reads, before it casts: GELU and its gradient, SiLU-and-mul.
+"""What a cast can compute of what it reads, before it casts: GELU, SiLU-and-mul, their gradients.
 
 In FP32, and rounded to the input's type in the end, as the operator would have returned it. The
 cast is bound by instructions, so what costs many is replaced: erf by a fraction that is made of the
@@ -96,3 +96,26 @@ def formed(x, y, TYPE: tl.constexpr, FORM: tl.constexpr, PTX: tl.constexpr):
         tl.static_assert(FORM == "silu_mul")
         value = _rounded(x * _sigmoid(x, PTX), TYPE, PTX) * y
     return value if FORM == "" else _rounded(value, TYPE, PTX)
+
+
+@triton.jit
+def value_and_grads(
+    x, y, grad, TYPE: tl.constexpr, FORM: tl.constexpr, BACKWARD: tl.constexpr, PTX: tl.constexpr
+):
+    """(form of x and y, its gradients by x and by y) of FP32 values that were read as TYPE.
+
+    `grad` is the gradient of the form; by y it is 0 where the form has no y. BACKWARD is the form
+    of the gradient where it is one of x and grad alone.
+    """
+    if BACKWARD != "":
+        value = formed(x, x, TYPE, FORM, PTX)
+        by_x = formed(x, grad, TYPE, BACKWARD, PTX)
+        by_y = 0.0
+    else:
+        tl.static_assert(FORM == "silu_mul")
+        s = _sigmoid(x, PTX)
+        silu = _rounded(x * s, TYPE, PTX)
+        value = _rounded(silu * y, TYPE, PTX)
+        by_y = _rounded(grad * silu, TYPE, PTX)
+        by_x = _rounded(_rounded(grad * y, TYPE, PTX) * s * (1.0 + x * (1.0 - s)), TYPE, PTX)
+    return value, by_x, by_y

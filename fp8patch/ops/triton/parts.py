@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8patch.ops.triton.column_sums import cast_and_add, cast_and_add_kernel
+from fp8patch.ops.triton.column_sums import cast_and_add, cast_and_add_kernel, programs_of
 from fp8patch.ops.triton.launch import Launcher, blocks_of, empty_matrix, size_class
 from fp8patch.ops.triton.quantize import quantize_constants, quantize_kernel, tile_of
 
@@ -116,10 +116,11 @@ def quantize_parts(
 
     sums = None
     if column_sums:
-        shape = width, width
+        shape, programs = (width, width), programs_of("")
         sums = cast_and_add(
-            variant, down, across, tensors, numbers, constants, warps, shape, False, _cast_and_add
-        )
+            variant, down, across, tensors, numbers, constants, warps, shape, programs,
+            _cast_and_add,
+        )  # fmt: skip
     else:
         _quantize(variant, down * across, tensors, numbers, constants, warps)
     return x_fp8, x_fp8_t, scale_inv, sums

@@ -22,7 +22,7 @@ from fp8patch.ops.triton.cast_tile import (
     load_row,
     quantize_tile,
 )
-from fp8patch.ops.triton.column_sums import cast_and_add
+from fp8patch.ops.triton.column_sums import cast_and_add, programs_of
 from fp8patch.ops.triton.launch import Launcher, blocks_of, empty_matrix, size_class
 from fp8patch.ops.triton.packing import ASSEMBLY
 
@@ -182,7 +182,7 @@ def quantize(
     if column_sums:
         shape = cols, width
         sums = cast_and_add(
-            variant, down, across, tensors, numbers, constants, warps, shape, bool(form)
+            variant, down, across, tensors, numbers, constants, warps, shape, programs_of(form)
         )
     else:
         _quantize(variant, down * across, tensors, numbers, constants, warps)

@@ -1,0 +1,229 @@
+"""The memory that CUDA graphs of ours write: who records into it, and what of it is still held.
+
+All graphs that are recorded in one step, forward and backward, are a session. The allocator lets
+them share memory by what it saw held and let go while they were recorded. So a graph may be
+replayed where whatever was let go by then has been let go again, and that is asked each time.
+Sessions (of other batch shapes, of weights that moved) share one pool as well: at most one runs in
+a step, and a step begins only when nothing of the last one is held by anybody.
+
+What a replay hands out does not own its memory; a weak reference to its storage, which views share,
+tells whether somebody still holds it.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+__all__ = [
+    "Graph",
+    "Place",
+    "Session",
+    "Step",
+    "abandon",
+    "alias",
+    "alive",
+    "begin",
+    "end_forward",
+    "record",
+    "recorded",
+    "step",
+]
+
+_T = TypeVar("_T")
+
+# Sessions that may be given up for one that has more of a step in it; after that, what is missing
+# in a session runs without graphs.
+_MOST_RENEWALS = 16
+
+
+class Place:
+    """Where a graph writes one of its results, and who holds what lies there."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._described = {
+            "nbytes": storage.nbytes(),
+            "data_ptr": storage.data_ptr(),
+            "size": tensor.shape,
+            "stride": tensor.stride(),
+            "dtype": tensor.dtype,
+            "device": tensor.device,
+            "storage_offset": tensor.storage_offset(),
+        }
+        self.address = tensor.data_ptr()
+        self.storage: int = storage.data_ptr()
+        self._holder: StorageWeakRef | None = None
+
+    def tensor(self) -> Tensor:
+        """What lies here, without owning it."""
+        return alias(self._described)
+
+    def hand_out(self, recorded: Tensor | None = None) -> Tensor:
+        """What lies here, for somebody to hold.
+
+        `recorded`: the tensor that the place was made of. It owns its memory, so that while the
+        session is recorded, the allocator sees for how long it is held.
+        """
+        if _step.diverged and recorded is None:
+            return self.tensor().clone()
+        found = self.tensor() if recorded is None else recorded.detach()
+        self._holder = StorageWeakRef(found.untyped_storage())
+        _step.given.append(self)
+        _step.written.add(self.address)
+        return found
+
+    def is_free(self) -> bool:
+        """Does nobody hold what was handed out?"""
+        return self._holder is None or self._holder.expired()
+
+
+class Session:
+    """What was recorded in one step.
+
+    Attributes:
+        dropped: None of it may be replayed any more.
+        missed: A call of a later step was not in it.
+        calls: How many its forward has.
+        histories: What autograd keeps of forwards whose backward has yet to be recorded.
+        held: While it is recorded: places that were not yet let go.
+        kept: While it is recorded: what autograd may take, or only add up. (A parameter's gradient
+            becomes its `.grad` in one step and is added to it in another.)
+    """
+
+    def __init__(self) -> None:
+        self.dropped = self.missed = False
+        self.calls = 0
+        self.histories: list[list[Any]] = []
+        self.held: list[Place] = []
+        self.kept: list[Tensor] = []
+
+
+@dataclass(slots=True)
+class Step:
+    """What has run since nothing was held.
+
+    Attributes:
+        session: The one that runs, or is recorded.
+        recording: It is recorded.
+        plain: No graphs run in this step.
+        diverged: Something of the session did not run, or something else did: what is held for how
+            long is another matter now, so that what is handed out is copied.
+        calls: How many calls of blocks ran as graphs.
+        written: Addresses that its graphs have written.
+        given: What was handed out.
+        copies: {id of a tensor: (the tensor, its version, where it was copied to)}.
+    """
+
+    session: Session | None = None
+    recording: bool = False
+    plain: bool = False
+    diverged: bool = False
+    calls: int = 0
+    written: set[int] = field(default_factory=set)
+    given: list[Place] = field(default_factory=list)
+    copies: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = field(default_factory=dict)
+
+
+_step = Step()
+_renewals = 0
+_recorded = 0
+_pools: dict[torch.device, tuple[Any, Any]] = {}
+
+
+def step() -> Step:
+    """The step that runs."""
+    return _step
+
+
+def begin() -> None:
+    """Nothing of the last step is held: its memory may be written again."""
+    global _step, _renewals
+    last = _step.session
+    if last is not None and last.missed and _renewals < _MOST_RENEWALS:
+        _renewals += 1
+        last.dropped = True
+    _step = Step()
+
+
+def end_forward() -> None:
+    """A model's forward ends; what comes now is backward."""
+    session = _step.session
+    if session is None:
+        return
+    if _step.recording:
+        session.calls = _step.calls
+    elif session.calls != _step.calls:
+        _step.diverged = True
+
+
+def abandon() -> None:
+    """No backward is to come: what was recorded for one, and had none, is given up."""
+    session = _step.session
+    if session is not None and any(session.histories):
+        session.dropped = True
+        for history in session.histories:
+            history.clear()
+
+
+def alive() -> set[int]:
+    """Addresses of storages that graphs of this step have written and somebody still holds."""
+    if _step.session is not None:
+        _step.session.kept.clear()
+    return {place.storage for place in _step.given if not place.is_free()}
+
+
+class Graph:
+    """What a function launches, recorded; nothing of it has run yet.
+
+    Attributes:
+        results: Of the function; taken by whoever recorded it.
+    """
+
+    def __init__(self, function: Callable[[], Any], device: torch.device, session: Session) -> None:
+        # What this graph may write.
+        self._free = [place for place in session.held if place.is_free()]
+        session.held = [place for place in session.held if not place.is_free()]
+        self._graph, self.results = record(function, device)
+
+    def may_run(self) -> bool:
+        """Is whatever it may write held by nobody?"""
+        return all(place.is_free() for place in self._free)
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+def record(function: Callable[[], _T], device: torch.device) -> tuple[Any, _T]:
+    """(CUDA graph, result) of what `function` launches."""
+    global _recorded
+    _recorded += 1
+    if device not in _pools:
+        with torch.cuda.device(device):
+            _pools[device] = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+    pool, stream = _pools[device]
+    graph = torch.cuda.CUDAGraph()
+    with (
+        torch.cuda.device(device),
+        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+    ):
+        result = function()
+    return graph, result
+
+
+def recorded() -> int:
+    """How many graphs were recorded in this process."""
+    return _recorded
+
+
+def alias(described: dict[str, Any]) -> Tensor:
+    """A tensor over memory that it does not own."""
+    where = (described[name] for name in ("data_ptr", "device", "nbytes"))
+    storage = torch._C._construct_storage_from_data_pointer(*where)
+    found: Tensor
+    found = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(described, storage)
+    return found
