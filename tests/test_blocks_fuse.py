@@ -278,10 +278,11 @@ def test_inductors_own_code(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> No
     plain = fusing._fuse
     monkeypatch.setattr(fusing, "_fuse", lambda *args: calls.append(plain(*args)) or calls[-1])
     fused = losses_on_a_gpu(graphs)
-    assert calls == [False, True] * 2
+    # The activation's gradient is an operator already: see keep_less.py.
+    assert calls == [False, True, False]
     monkeypatch.setattr(run, "_for_inductor", lambda: {})
     apart = losses_on_a_gpu(graphs)
-    assert len(calls) == 4
+    assert len(calls) == 3
     # Some FP8 values are one step off.
     assert fused == pytest.approx(apart, rel=1e-3)
     assert apart[-1] < apart[0]

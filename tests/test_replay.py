@@ -456,3 +456,25 @@ def test_what_cannot_be_recorded_runs_without(
     monkeypatch.setattr(memory, "record", refuse)
     both(training)
     assert "no CUDA graph could be recorded of a block: operation not" in capsys.readouterr().err
+
+
+def test_who_holds_what_was_handed_out(machine: Machine) -> None:
+    recorded = torch.ones(4)
+    place = memory.Place(recorded)
+    given = place.hand_out(recorded)
+    del recorded
+    assert not place.is_free()
+    del given
+    assert place.is_free()
+
+    # (What it lay in is gone by now; nobody reads it.)
+    for _ in range(3):
+        given = place.hand_out()
+        view = given.view(2, 2)
+        storage = view.untyped_storage()
+        del given
+        assert not place.is_free()
+        del view
+        assert not place.is_free()
+        del storage
+        assert place.is_free()

@@ -6,8 +6,8 @@ replayed where whatever was let go by then has been let go again, and that is as
 Sessions (of other batch shapes, of weights that moved) share one pool as well: at most one runs in
 a step, and a step begins only when nothing of the last one is held by anybody.
 
-What a replay hands out does not own its memory; a weak reference to its storage, which views share,
-tells whether somebody still holds it.
+What a replay hands out does not own its memory; how often its storage is held, which views share,
+tells whether somebody still has it.
 """
 
 import weakref
@@ -57,11 +57,20 @@ class Place:
         }
         self.address = tensor.data_ptr()
         self.storage: int = storage.data_ptr()
-        self._holder: StorageWeakRef | None = None
+        # While what was recorded is held; after that, a tensor that owns nothing, whose storage
+        # is that of all that is handed out, and how many hold that storage when nobody else does.
+        self._recorded: StorageWeakRef | None = None
+        self._alias: Tensor | None = None
+        self._storage: Any = None
+        self._idle = 0
 
     def tensor(self) -> Tensor:
         """What lies here, without owning it."""
-        return alias(self._described)
+        if self._alias is None:
+            self._alias = alias(self._described)
+            self._storage = self._alias.untyped_storage()
+            self._idle = _holders(self._storage)
+        return self._alias.detach()
 
     def hand_out(self, recorded: Tensor | None = None) -> Tensor:
         """What lies here, for somebody to hold.
@@ -71,15 +80,22 @@ class Place:
         """
         if _step.diverged and recorded is None:
             return self.tensor().clone()
-        found = self.tensor() if recorded is None else recorded.detach()
-        self._holder = StorageWeakRef(found.untyped_storage())
+        if recorded is None:
+            found = self.tensor()
+        else:
+            found = recorded.detach()
+            self._recorded = StorageWeakRef(found.untyped_storage())
         _step.given.append(self)
         _step.written.add(self.address)
         return found
 
     def is_free(self) -> bool:
         """Does nobody hold what was handed out?"""
-        return self._holder is None or self._holder.expired()
+        if self._recorded is not None:
+            if not self._recorded.expired():
+                return False
+            self._recorded = None
+        return self._alias is None or _holders(self._storage) <= self._idle
 
 
 class Session:
@@ -132,7 +148,7 @@ class Step:
 _step = Step()
 _renewals = 0
 _recorded = 0
-_pools: dict[torch.device, tuple[Any, Any]] = {}
+_pools: dict[torch.device, tuple[Any, Any, Any]] = {}
 
 
 def step() -> Step:
@@ -202,17 +218,28 @@ def record(function: Callable[[], _T], device: torch.device) -> tuple[Any, _T]:
     """(CUDA graph, result) of what `function` launches."""
     global _recorded
     _recorded += 1
-    if device not in _pools:
-        with torch.cuda.device(device):
-            _pools[device] = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
-    pool, stream = _pools[device]
+    with torch.cuda.device(device):
+        if device not in _pools:
+            place = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            # A pool ends with the last of its graphs, and could not be recorded into again. This
+            # one stays.
+            keeper, _ = _capture(lambda: torch.zeros(1, device=device), *place)
+            _pools[device] = *place, keeper
+        return _capture(function, *_pools[device][:2])
+
+
+def _capture(function: Callable[[], _T], pool: Any, stream: Any) -> tuple[Any, _T]:
     graph = torch.cuda.CUDAGraph()
-    with (
-        torch.cuda.device(device),
-        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-    ):
+    how = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
+    with torch.cuda.graph(graph, **how):
         result = function()
     return graph, result
+
+
+def _holders(storage: Any) -> int:
+    """How many tensors and others hold a storage."""
+    found: int = torch._C._storage_Use_Count(storage._cdata)
+    return found
 
 
 def recorded() -> int:

@@ -31,11 +31,11 @@ from fp8patch.ops.triton.launch import Launcher, blocks_of, empty_matrix, size_c
 from fp8patch.ops.triton.packing import ASSEMBLY
 from fp8patch.ops.triton.transpose_again import write_transposed
 
-# Rows, columns and warps of a tile: with column sums, without, and of a gated form.
-# Not tuned: as many registers as an H200 has room for, by what the compiler says.
-_SUMMED, _PLAIN, _GATED = (32, 64, 4), (32, 64, 4), (32, 64, 4)
-# With column sums, how many programs to aim at: what runs at once.
-PROGRAMS = 528
+# Rows, columns and warps of a tile: with column sums, without, and of a gated form. Tuned by
+# `scripts/tune_quantize.py --grads`.
+_SUMMED, _PLAIN, _GATED = (32, 64, 4), (32, 64, 4), (32, 64, 2)
+# With column sums, how many programs to aim at: twice what runs at once.
+PROGRAMS = 1056
 _BACKWARD = {"gelu": "gelu_backward", "gelu_tanh": "gelu_tanh_backward", "silu_mul": ""}
 
 
