@@ -317,8 +317,9 @@ def test_inductors_own_code(
         lambda *args: calls.append(plain(*args)) or calls[-1],
     )
     less = losses_on_a_gpu(graphs, block)
-    assert 1 in calls
-    monkeypatch.setattr(run, "_for_inductor", lambda: {})
+    # CUDA graphs are asked for speed.
+    assert (1 in calls) is not graphs
+    monkeypatch.setattr(run, "_for_inductor", lambda keep_less: {})
     apart = losses_on_a_gpu(graphs, block)
     # Some FP8 values are one step off.
     assert less == pytest.approx(apart, rel=1e-3)

@@ -91,7 +91,7 @@ class Structure:
         """Inductor, as `torch.compile` calls a backend; what it makes can run as CUDA graphs."""
         from torch._inductor.compile_fx import compile_fx
 
-        compiled: Any = compile_fx(graph, inputs, config_patches=_for_inductor())
+        compiled: Any = compile_fx(graph, inputs, config_patches=_for_inductor(keep_less=False))
         replayed = Replayed(compiled)
         self._replayed.append(replayed)
         return replayed
@@ -105,7 +105,7 @@ class Structure:
 def _compile(dynamic: bool, backend: str | Callable[..., Any], limit: int) -> Callable[..., Any]:
     options: dict[str, Any] = {"fullgraph": True, "backend": backend}
     if backend == "inductor":
-        options["options"] = _for_inductor()
+        options["options"] = _for_inductor(keep_less=True)
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options["recompile_limit"] = max(limit, torch._dynamo.config.recompile_limit)
     elif torch._dynamo.config.recompile_limit < limit:
@@ -114,14 +114,17 @@ def _compile(dynamic: bool, backend: str | Callable[..., Any], limit: int) -> Ca
     return _for_any_shape(compiled) if dynamic else compiled
 
 
-def _for_inductor() -> dict[str, Any]:
+def _for_inductor(keep_less: bool) -> dict[str, Any]:
+    """`keep_less`: for memory, and up to 2 % of a step; CUDA graphs are asked for speed."""
     import torch._inductor
 
-    options: dict[str, Any] = {}
     from fp8patch.blocks.fuse import FUSE_CASTS
     from fp8patch.blocks.keep_less import KEEP_LESS
 
-    passes = {"joint_custom_post_pass": KEEP_LESS, "post_grad_custom_pre_pass": FUSE_CASTS}
+    options: dict[str, Any] = {}
+    passes: dict[str, Any] = {"post_grad_custom_pre_pass": FUSE_CASTS}
+    if keep_less:
+        passes["joint_custom_post_pass"] = KEEP_LESS
     for place, ours in passes.items():
         if getattr(torch._inductor.config, place) is None:
             options[place] = ours
