@@ -54,7 +54,7 @@ def _changed_mapping(value: Mapping[Any, Any], change: Callable[[Tensor], Tensor
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of a structure of tuples, lists and dicts."""
+    """The tensors of a structure of tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -62,4 +62,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
     elif isinstance(value, tuple | list):
         for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for item in vars(value).values():
             yield from tensors_in(item)

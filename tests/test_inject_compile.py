@@ -15,8 +15,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fp8patch import messages
 from fp8patch.blocks import compiled as blocks
+from fp8patch.blocks.find import is_sharded
 from fp8patch.errors import Fp8PatchError
-from fp8patch.inject import compile as inject_compile
 from fp8patch.train_options import TrainOptions
 
 pytestmark = [
@@ -272,4 +272,4 @@ def test_options() -> None:
     assert not TrainOptions().compiles
     with pytest.raises(Fp8PatchError, match="no option 'compiled'"):
         armed(compiled=True).__enter__()
-    assert not inject_compile._is_sharded(llama())
+    assert not is_sharded(llama())

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Block", "find_blocks", "structure", "variants"]
+__all__ = ["Block", "find_blocks", "is_sharded", "structure", "variants"]
 
 # Of the weights in an outer block; less, and the inner repetition is a detail of it.
 _MOST = 0.5
@@ -128,3 +128,8 @@ def _scalars(block: nn.Module) -> dict[str, Any]:
         for name, value in vars(module).items()
         if isinstance(value, _SCALARS) and not name.startswith("_fp8_")
     }
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Has FSDP taken modules of it, or wrapped it? Then weights move from step to step."""
+    return any(type(module).__name__.startswith(("FSDP", "Fully")) for module in model.modules())

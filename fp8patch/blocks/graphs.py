@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fp8patch import messages, regions
 from fp8patch.backward import differentiable
 from fp8patch.blocks import memory
+from fp8patch.blocks.find import is_sharded
 from fp8patch.blocks.run import COMPILED, EAGER, GRAPHS, Mode, Structure
 from fp8patch.modules.base import Float8Module
 from fp8patch.modules.gemms import Quantized
@@ -81,6 +82,7 @@ class Graphs:
         self._modules: list[weakref.ref[Any]] = []
         self._weights: weakref.WeakKeyDictionary[Any, Quantized] = weakref.WeakKeyDictionary()
         self._cold: set[int] | None = None
+        self._sharded: bool | None = None
         _all.add(self)
 
     def begin(self) -> Mode:
@@ -88,6 +90,15 @@ class Graphs:
         model = self._model()
         if model is None or not _on_gpu(model):
             messages.once("no GPU for graphs", "the model is on no GPU: compiled, no CUDA graphs.")
+            return COMPILED
+        if self._sharded is None:
+            self._sharded = is_sharded(model)
+        if self._sharded:
+            messages.once(
+                "sharded",
+                f"{type(model).__name__} is sharded (FSDP), and its weights lie elsewhere in every "
+                "step: compiled, without CUDA graphs.",
+            )
             return COMPILED
         modules = self._converted(model)
         if not self._scales_stand(modules):
@@ -172,18 +183,12 @@ class Graphs:
     def finish(self, output: Any) -> Any:
         """What the model returns, without memory of the graphs."""
         memory.end_forward()
-        written, forward = {place.storage for place in memory.step().given}, _Forward()
+        forward = _Forward()
         begun = functools.partial(_backward_begins, forward)
         for tensor in differentiable(output):
             tensor.register_hook(begun)
         _step.forwards.append(weakref.ref(forward))
-
-        def copied(tensor: Tensor) -> Tensor:
-            strided = type(tensor) is Tensor and tensor.layout is torch.strided
-            inside = strided and tensor.untyped_storage().data_ptr() in written
-            return tensor.clone() if inside else tensor
-
-        return map_tensors(output, copied) if written else output
+        return map_tensors(output, memory.owned)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         model = self._model()

@@ -9,8 +9,7 @@ from typing import Any
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
-from fp8patch.blocks import fuse_backward, graph_casts, patterns, recast
-from fp8patch.blocks.fuse import files_hash
+from fp8patch.blocks import fuse, fuse_backward, graph_casts, patterns, recast
 
 
 class KeepLess(CustomGraphPass):
@@ -27,8 +26,8 @@ class KeepLess(CustomGraphPass):
             graph.eliminate_dead_code()
 
     def uuid(self) -> Any:
-        modules = (patterns, graph_casts, fuse_backward, recast)
-        return files_hash(__file__, *(str(module.__file__) for module in modules))
+        modules = (fuse, patterns, graph_casts, fuse_backward, recast)
+        return fuse.files_hash(__file__, *(str(module.__file__) for module in modules))
 
 
 KEEP_LESS = KeepLess()

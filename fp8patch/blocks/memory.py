@@ -29,6 +29,8 @@ __all__ = [
     "alive",
     "begin",
     "end_forward",
+    "new_session",
+    "owned",
     "record",
     "recorded",
     "step",
@@ -39,6 +41,7 @@ _T = TypeVar("_T")
 # Sessions that may be given up for one that has more of a step in it; after that, what is missing
 # in a session runs without graphs.
 _MOST_RENEWALS = 16
+_MOST_SESSIONS = 128
 
 
 class Place:
@@ -86,7 +89,7 @@ class Place:
             found = recorded.detach()
             self._recorded = StorageWeakRef(found.untyped_storage())
         _step.given.append(self)
-        _step.written.add(self.address)
+        _step.written[self.address] = self
         return found
 
     def is_free(self) -> bool:
@@ -106,6 +109,7 @@ class Session:
         missed: A call of a later step was not in it.
         calls: How many its forward has.
         histories: What autograd keeps of forwards whose backward has yet to be recorded.
+        freed: For each graph, places that were let go since the one before was recorded.
         held: While it is recorded: places that were not yet let go.
         kept: While it is recorded: what autograd may take, or only add up. (A parameter's gradient
             becomes its `.grad` in one step and is added to it in another.)
@@ -115,6 +119,7 @@ class Session:
         self.dropped = self.missed = False
         self.calls = 0
         self.histories: list[list[Any]] = []
+        self.freed: list[list[Place]] = []
         self.held: list[Place] = []
         self.kept: list[Tensor] = []
 
@@ -130,9 +135,12 @@ class Step:
         diverged: Something of the session did not run, or something else did: what is held for how
             long is another matter now, so that what is handed out is copied.
         calls: How many calls of blocks ran as graphs.
-        written: Addresses that its graphs have written.
+        ran: Index of the graph that ran last.
+        turns: How often each call of a block was made.
+        written: {address: what was handed out there}.
         given: What was handed out.
         copies: {id of a tensor: (the tensor, its version, where it was copied to)}.
+        filled: {id of where something was copied to: (the tensor, its version)}.
     """
 
     session: Session | None = None
@@ -140,13 +148,17 @@ class Step:
     plain: bool = False
     diverged: bool = False
     calls: int = 0
-    written: set[int] = field(default_factory=set)
+    ran: int = -1
+    turns: dict[Any, int] = field(default_factory=dict)
+    written: dict[int, Place] = field(default_factory=dict)
     given: list[Place] = field(default_factory=list)
     copies: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = field(default_factory=dict)
+    filled: dict[int, tuple[weakref.ref[Tensor], int]] = field(default_factory=dict)
 
 
 _step = Step()
 _renewals = 0
+_sessions = 0
 _recorded = 0
 _pools: dict[torch.device, tuple[Any, Any, Any]] = {}
 
@@ -164,6 +176,15 @@ def begin() -> None:
         _renewals += 1
         last.dropped = True
     _step = Step()
+
+
+def new_session() -> Session | None:
+    """For a step that is recorded; None where so many were that it can't pay any more."""
+    global _sessions
+    if _sessions >= _MOST_SESSIONS:
+        return None
+    _sessions += 1
+    return Session()
 
 
 def end_forward() -> None:
@@ -186,6 +207,15 @@ def abandon() -> None:
             history.clear()
 
 
+def owned(tensor: Tensor) -> Tensor:
+    """`tensor`, or a copy of it where its memory is that of graphs."""
+    strided = type(tensor) is Tensor and tensor.layout is torch.strided
+    if not strided or not _step.given:
+        return tensor
+    storage = tensor.untyped_storage().data_ptr()
+    return tensor.clone() if any(place.storage == storage for place in _step.given) else tensor
+
+
 def alive() -> set[int]:
     """Addresses of storages that graphs of this step have written and somebody still holds."""
     if _step.session is not None:
@@ -201,17 +231,23 @@ class Graph:
     """
 
     def __init__(self, function: Callable[[], Any], device: torch.device, session: Session) -> None:
-        # What this graph may write.
-        self._free = [place for place in session.held if place.is_free()]
-        session.held = [place for place in session.held if not place.is_free()]
+        # What this graph may write, beside what the graphs before it may.
+        freed = [place for place in session.held if place.is_free()]
         self._graph, self.results = record(function, device)
+        session.held = [place for place in session.held if place not in freed]
+        session.freed.append(freed)
+        self._session, self._index = session, len(session.freed) - 1
 
     def may_run(self) -> bool:
         """Is whatever it may write held by nobody?"""
-        return all(place.is_free() for place in self._free)
+        # What the graph before may write was asked when that one ran.
+        first = _step.ran + 1 if _step.ran < self._index else 0
+        lists = self._session.freed[first : self._index + 1]
+        return all(place.is_free() for freed in lists for place in freed)
 
     def replay(self) -> None:
         self._graph.replay()
+        _step.ran = self._index
 
 
 def record(function: Callable[[], _T], device: torch.device) -> tuple[Any, _T]:

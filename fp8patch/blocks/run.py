@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from fp8patch import messages, regions
+from fp8patch.blocks import memory
 from fp8patch.blocks.replay import Replayed, arguments_of
 from fp8patch.modules.base import Float8Module
 from fp8patch.modules.weights import prepare
@@ -218,6 +219,8 @@ class BlockCall:
             return self._forward(graphs, *args, **kwargs)
         # Hooks on the block itself (FSDP's, or those that collect outputs) run as they are, around
         # the compiled forward, and may keep what they are given.
+        if graphs:
+            args, kwargs = map_tensors((args, kwargs), memory.owned)
         block.__dict__["forward"] = self._through_hooks[graphs]
         try:
             return block._call_impl(*args, **kwargs)

@@ -31,8 +31,10 @@ def compile_model(
                 f"{_flag(options)} leaves it alone."
             )
         return None
+    from fp8patch.blocks.find import is_sharded
+
     graphs = options.cuda_graphs
-    if graphs and _is_sharded(outermost):
+    if graphs and is_sharded(outermost):
         graphs = False
         if rank() == 0:
             messages.warn(
@@ -60,12 +62,6 @@ def _compiled_by_script(outermost: nn.Module) -> bool:
     return any(
         "_orig_mod" in module._modules or module._compiled_call_impl is not None
         for module in outermost.modules()
-    )
-
-
-def _is_sharded(outermost: nn.Module) -> bool:
-    return any(
-        type(module).__name__.startswith(("FSDP", "Fully")) for module in outermost.modules()
     )
 
 

@@ -1,0 +1,277 @@
+"""What was recorded of one call of a block: its forward and backward, and where they read.
+
+What lies where it lay (parameters, quantised weights, slots) is read there; what moves from call to
+call (the block's arguments) is copied to where the graph reads it, unless a graph of this step has
+written it there.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fp8patch.blocks import memory
+
+__all__ = ["Recorded", "saved_by"]
+
+_HELD = (
+    "a backward that runs as CUDA graphs would overwrite what somebody still holds, and did not "
+    "when it was recorded (a block's output?): keep a copy of it, or run with compiled blocks and "
+    "without CUDA graphs."
+)
+
+
+class Recorded:
+    """One block's forward and backward, for inputs at certain addresses.
+
+    Attributes:
+        session: It belongs to.
+    """
+
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        moving: list[int],
+        session: memory.Session,
+        give_up: Callable[[RuntimeError], None],
+    ) -> None:
+        """Record the forward.
+
+        Args:
+            give_up: Called where the backward can't be recorded.
+
+        Raises:
+            RuntimeError: It can't be. Nothing of it has run yet.
+        """
+        self.session = session
+        self._give_up = give_up
+        self._buffers: dict[int, Tensor] = {}
+        self._moving = frozenset(moving)
+        self._device = next(t.device for t in inputs if isinstance(t, Tensor))
+        # What autograd has to know.
+        self._wrt = [i for i, t in enumerate(inputs) if isinstance(t, Tensor) and t.requires_grad]
+        own = list(inputs)
+        # Leaves of their own: a parameter's is bound to the stream that it was first used on.
+        for i in self._wrt:
+            own[i] = inputs[i].detach().requires_grad_()
+        for i in moving:
+            own[i] = self._where_it_is_read(i, inputs[i])
+        versions = [own[i]._version for i in moving]
+        self._forward = memory.Graph(lambda: tuple(compiled(*own)), self._device, session)
+        if [own[i]._version for i in moving] != versions:
+            raise RuntimeError("it writes to what it is given")
+        outputs = self._forward.results
+        self._outputs = [memory.Place(output) for output in outputs]
+        self._differentiable = [output.requires_grad for output in outputs]
+        self._read_again = self._kept_until_backward(own, outputs)
+        # Until backward is recorded: outputs, and inputs that have a gradient.
+        self._history: list[Any] = []
+        if any(self._differentiable):
+            with_gradient = [output for output in outputs if output.requires_grad]
+            self._history += [with_gradient, [own[i] for i in self._wrt]]
+            session.histories.append(self._history)
+        self._backward: memory.Graph | None = None
+        self._grads_in: list[Tensor | memory.Place] = []
+        self._grads_out: list[memory.Place | None] = []
+
+    def _where_it_is_read(self, i: int, tensor: Tensor) -> Tensor:
+        """`tensor` itself where a graph of this step has written it, else a copy of its own."""
+        if tensor.data_ptr() in memory.step().written:
+            found = tensor.detach()
+        else:
+            found = self._buffers[i] = _copied(tensor)
+        return found.requires_grad_(tensor.requires_grad)
+
+    def _kept_until_backward(self, own: list[Any], outputs: tuple[Tensor, ...]) -> list[int]:
+        """Inputs that are read where they lie, and in backward again."""
+        saved = saved_by(outputs)
+        return [
+            i
+            for i, tensor in enumerate(own)
+            if isinstance(tensor, Tensor)
+            and i not in self._moving
+            and (saved is None or tensor.untyped_storage().data_ptr() in saved)
+        ]
+
+    def may_run(self, inputs: tuple[Any, ...]) -> bool:
+        """Is nothing that it would write held by anybody, or wanted by another backward?"""
+        filled = memory.step().filled
+        for i, buffer in self._buffers.items():
+            known = filled.get(id(buffer))
+            if known is not None and not _is(inputs[i], known):
+                return False
+        return self._forward.may_run()
+
+    def run(self, inputs: tuple[Any, ...]) -> Any:
+        memory.step().calls += 1
+        for i, buffer in self._buffers.items():
+            _copied(inputs[i], buffer)
+        if any(self._differentiable) and torch.is_grad_enabled():
+            kept = [inputs[i] for i in self._read_again]
+            inner = [inputs[i] for i in self._wrt]
+            return _Replay.apply(self, kept, *inner)  # type: ignore[no-untyped-call]
+        return self.forward()
+
+    def forward(self) -> tuple[Tensor, ...]:
+        self._forward.replay()
+        return tuple(_handed_out(self._forward, self._outputs, self.session))
+
+    def without_gradient(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
+        """Those of `outputs` that have none."""
+        pairs = zip(outputs, self._differentiable, strict=True)
+        return [output for output, has in pairs if not has]
+
+    def backward(self, grads: tuple[Tensor, ...]) -> list[Tensor | None]:
+        pairs = zip(grads, self._differentiable, strict=True)
+        wanted = [grad for grad, has in pairs if has]
+        if self._backward is None:
+            try:
+                self._backward = self._record_backward(wanted)
+            except RuntimeError as error:
+                # Its forward has run, and what that saved is there.
+                self._give_up(error)
+                outputs, wrt = self._history
+                with torch.enable_grad():
+                    return _gradients(outputs, wrt, wanted)
+        else:
+            if not self._backward.may_run():
+                raise RuntimeError(_HELD)
+            for place, grad in zip(self._grads_in, wanted, strict=True):
+                _put(grad, place)
+        self._backward.replay()
+        return _handed_out(self._backward, self._grads_out, self.session)
+
+    def _record_backward(self, grads: list[Tensor]) -> memory.Graph:
+        outputs, wrt = self._history
+        written = memory.step().written
+        read: list[Tensor] = []
+        places: list[Tensor | memory.Place] = []
+        for output, grad in zip(outputs, grads, strict=True):
+            place = written.get(grad.data_ptr())
+            if place is not None and grad.stride() == output.stride():
+                places.append(place)
+                read.append(grad.detach())
+            else:
+                buffer = torch.empty_like(output).copy_(grad)
+                places.append(buffer)
+                read.append(buffer)
+
+        with torch.enable_grad():
+            graph = memory.Graph(lambda: _gradients(outputs, wrt, read), self._device, self.session)
+        pairs = zip(self._wrt, graph.results, strict=True)
+        self.session.kept += [g for i, g in pairs if g is not None and i not in self._moving]
+        self._grads_in = places
+        self._grads_out = [None if each is None else memory.Place(each) for each in graph.results]
+        # From here on, what was saved and what was returned is memory of the session.
+        self._history.clear()
+        return graph
+
+
+def _gradients(
+    outputs: list[Tensor], wrt: list[Tensor], grads: list[Tensor]
+) -> list[Tensor | None]:
+    return list(torch.autograd.grad(outputs, wrt, grads, allow_unused=True))
+
+
+def saved_by(outputs: tuple[Tensor, ...]) -> set[int] | None:
+    """Where what autograd saved for the backward of `outputs` lies; None: that is not known."""
+    for output in outputs:
+        node: Any = output.grad_fn
+        if node is not None and hasattr(node, "saved_tensors"):
+            return {t.untyped_storage().data_ptr() for t in node.saved_tensors if t is not None}
+    return None
+
+
+def _handed_out(graph: memory.Graph, places: list[Any], session: memory.Session) -> list[Any]:
+    """What lies at `places`; the first time, what `graph` was recorded with."""
+    results, graph.results = graph.results, None
+    if results is None:
+        return [None if place is None else place.hand_out() for place in places]
+    session.held += [place for place in places if place is not None]
+    pairs = zip(places, results, strict=True)
+    return [None if place is None else place.hand_out(result) for place, result in pairs]
+
+
+class _Replay(torch.autograd.Function):
+    """(record, tensors that backward reads where they lie, inputs that have a gradient) -> the
+    block's outputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, record: Recorded, kept: list[Tensor], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.record, ctx.replayed = record, False
+        ctx.kept = [(tensor, tensor._version) for tensor in kept]
+        outputs = record.forward()
+        ctx.mark_non_differentiable(*record.without_gradient(outputs))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.replayed:
+            raise RuntimeError(
+                "Trying to backward through a block a second time: it ran as a CUDA graph, whose "
+                "memory is used again. Run with compiled blocks and without CUDA graphs."
+            )
+        for tensor, version in ctx.kept:
+            if tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    f"inplace operation: {tensor.type()} {list(tensor.shape)}, which a block read, "
+                    f"is at version {tensor._version}; expected version {version} instead."
+                )
+        ctx.replayed, ctx.kept = True, ()
+        return None, None, *ctx.record.backward(grads)
+
+
+def _is(tensor: Tensor, known: tuple[weakref.ref[Tensor], int]) -> bool:
+    reference, version = known
+    return reference() is tensor and version == tensor._version
+
+
+def _copied(tensor: Tensor, buffer: Tensor | None = None) -> Tensor:
+    """Where `tensor` was copied to in this step, which is `buffer` if that is given.
+
+    An argument that all blocks are given (a mask) is copied once.
+    """
+    step = memory.step()
+    known = step.copies.get(id(tensor))
+    if known is not None:
+        reference, version, place = known
+        if _is(tensor, (reference, version)) and (buffer is None or place is buffer):
+            return place
+    with torch.no_grad():
+        dense = _without_repeats(tensor)
+        if buffer is None:
+            found = torch.empty_strided(
+                dense.shape, dense.stride(), dtype=tensor.dtype, device=tensor.device
+            )
+            buffer = found.expand(tensor.shape)
+        _without_repeats(buffer).copy_(dense)
+    reference = weakref.ref(tensor)
+    step.copies[id(tensor)] = reference, tensor._version, buffer
+    step.filled[id(buffer)] = reference, tensor._version
+    return buffer
+
+
+def _without_repeats(tensor: Tensor) -> Tensor:
+    """`tensor` before it was expanded: no two of its elements may lie in one place."""
+    if 0 not in tensor.stride():
+        return tensor.detach()
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.detach().as_strided([n if s else min(n, 1) for n, s in pairs], tensor.stride())
+
+
+def _put(grad: Tensor, place: "Tensor | memory.Place") -> None:
+    """`grad` to where backward reads it."""
+    if isinstance(place, Tensor):
+        place.copy_(grad)
+    elif grad.data_ptr() != place.address:
+        if not place.is_free():
+            raise RuntimeError(_HELD)
+        place.tensor().copy_(grad)
