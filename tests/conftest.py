@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import hypothesis
 import pytest
@@ -58,3 +59,21 @@ def _accelerate_forgets() -> Iterator[None]:
         os.environ.pop(name, None)
     else:
         os.environ[name] = before
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """CUDA graphs that a CPU can replay: a `graph_machine.Machine`."""
+    from graph_machine import installed
+
+    with installed(monkeypatch) as found:
+        yield found
+
+
+@pytest.fixture
+def no_donations() -> Iterator[None]:
+    """Else PyTorch keeps no graph of a compiled block, whoever asks."""
+    import torch._functorch.config
+
+    with torch._functorch.config.patch(donated_buffer=False):
+        yield
