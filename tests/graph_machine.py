@@ -6,6 +6,7 @@ of a step with everything. (The fixtures `machine` and `no_donations` are in con
 """
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fp8patch
 from fp8patch.blocks import graphs as blocks_graphs
-from fp8patch.blocks import memory, recorded, replay, run
+from fp8patch.blocks import memory, replay, run
 
 D = 16
 
@@ -31,10 +32,12 @@ class Graph:
         held: Says of each whether somebody else does.
         used_again: Places of other graphs that were free when this one was recorded: it may write
             anything there.
+        lets_go: Forwards whose backward was recorded before: what they save lies there, too.
     """
 
     def __init__(self, machine: "Machine", results: Any) -> None:
         self.used_again = machine.free()
+        self.lets_go = [g.forward for g in machine.graphs if isinstance(g, Backward)]
         self.places = [None if r is None else r.detach() for r in results]
         self.given = tuple(at(result) for result in results)
         kept = [tensor for tensor in self.given if tensor is not None]
@@ -48,6 +51,8 @@ class Graph:
     def replay(self) -> None:
         for place in self.used_again:
             place.fill_(float("nan"))
+        for forward in self.lets_go:
+            forward.saved = False
         for place, value in zip(self.places, self.run(), strict=True):
             if place is not None:
                 place.copy_(value.detach())
@@ -57,6 +62,13 @@ class Graph:
 
 
 class Forward(Graph):
+    """Attributes:
+    saved: What its backward reads is there.
+    holds: What autograd saves of its inputs, until its backward is recorded.
+    """
+
+    saved = True
+
     def __init__(self, machine: "Machine", compiled: Any, inputs: list[Any]) -> None:
         # A graph knows addresses, and holds nobody.
         self.compiled, self.inputs = compiled, [at(value) for value in inputs]
@@ -65,6 +77,12 @@ class Forward(Graph):
         for value, place, version in zip(inputs, self.inputs, before, strict=True):
             if isinstance(value, Tensor) and place._version != version:
                 torch.autograd.graph.increment_version(value)
+        differentiable = any(output.requires_grad for output in self.latest)
+        self.holds = list(inputs) if differentiable else []
+
+    def replay(self) -> None:
+        super().replay()
+        self.saved = True
 
     def run(self) -> Any:
         with torch.enable_grad():
@@ -75,6 +93,8 @@ class Forward(Graph):
         """Gradients by the inputs that lie where `wrt` does, of what ran last."""
         places = {t.data_ptr(): t for t in self.inputs if isinstance(t, Tensor)}
         some = [output for output in self.latest if output.requires_grad]
+        if not self.saved:
+            grads = [torch.full_like(grad, float("nan")) for grad in grads]
         keep = not torch._functorch.config.donated_buffer
         by = [places[tensor.data_ptr()] for tensor in wrt]
         return torch.autograd.grad(some, by, grads, allow_unused=True, retain_graph=keep)
@@ -87,6 +107,7 @@ class Backward(Graph):
         forward.run()
         super().__init__(machine, self.run())
         forward.run()
+        forward.holds.clear()
 
     def run(self) -> Any:
         return self.forward.backward(self.wrt, self.read)
@@ -119,9 +140,6 @@ class Machine:
         first = outputs[0].data_ptr()
         (found,) = [g for g in made if any(p.data_ptr() == first for p in g.places)]
         return found
-
-    def gradients(self, outputs: Any, wrt: Any, grads: Any) -> Any:
-        return self.forward(outputs).backward(wrt, grads)
 
     def free(self) -> list[Tensor]:
         """Places that nobody holds."""
@@ -167,12 +185,12 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
     monkeypatch.setattr(memory, "record", machine.record)
     monkeypatch.setattr(memory, "alias", alias)
-    monkeypatch.setattr(memory, "_sessions", 0)
-    monkeypatch.setattr(recorded, "_gradients", machine.gradients)
+    monkeypatch.setattr(memory, "_live", weakref.WeakSet())
+    monkeypatch.setattr(memory, "_steps", 0)
     monkeypatch.setattr(memory, "begin", spoiling)
     monkeypatch.setattr(memory, "_step", memory.Step())
     monkeypatch.setattr(memory, "_renewals", 0)
-    monkeypatch.setattr(replay, "_on_one_gpu", lambda values: True)
+    monkeypatch.setattr(replay, "_on_one_gpu", lambda inputs, outputs: True)
     monkeypatch.setattr(run.Structure, "_with_graphs", with_graphs)
     monkeypatch.setattr(blocks_graphs, "_on_gpu", lambda model: True)
     monkeypatch.setattr(blocks_graphs, "_step", blocks_graphs._Step())

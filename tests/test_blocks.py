@@ -235,7 +235,8 @@ def test_memory_of_the_eager_step_is_given_back_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(blocks_calls, "_give_back", lambda: at.append(steps))
     model = build()
     compile_blocks(model)
-    for steps in range(1, 5):
+    for number in range(1, 5):
+        steps = number
         step(model, torch.randn(2, 8, D))
     assert at == [2]  # the first is watched
 

@@ -198,7 +198,7 @@ def _leave(module: Any, args: Any, output: Any) -> Any:
     outermost = len(_state.calls) == 1
     ran = caller is not None and caller.ran_graphs()
     _state.calls.pop()
-    if not outermost or not ran or output is None:
+    if not outermost or not ran:
         return None
     assert caller is not None
     assert caller.graphs is not None

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fp8patch import messages
+
 __all__ = [
     "Graph",
     "Place",
@@ -39,9 +41,10 @@ __all__ = [
 _T = TypeVar("_T")
 
 # Sessions that may be given up for one that has more of a step in it; after that, what is missing
-# in a session runs without graphs.
-_MOST_RENEWALS = 16
-_MOST_SESSIONS = 128
+# in a session runs without graphs. So many steps pay for one more.
+_MOST_RENEWALS, _STEPS_A_RENEWAL = 16, 200
+# How many there may be, and after how many steps one that did not run is given up.
+_MOST_SESSIONS, _STALE = 128, 1000
 
 
 class Place:
@@ -89,8 +92,13 @@ class Place:
             found = recorded.detach()
             self._recorded = StorageWeakRef(found.untyped_storage())
         _step.given.append(self)
-        _step.written[self.address] = self
+        if self._described["nbytes"]:
+            _step.written[self.address] = self
         return found
+
+    def version(self) -> int:
+        """Of what was handed out: tells whether somebody has written to it."""
+        return 0 if self._alias is None else self._alias._version
 
     def is_free(self) -> bool:
         """Does nobody hold what was handed out?"""
@@ -107,16 +115,18 @@ class Session:
     Attributes:
         dropped: None of it may be replayed any more.
         missed: A call of a later step was not in it.
+        used: Number of the step in which it ran last.
         calls: How many its forward has.
         histories: What autograd keeps of forwards whose backward has yet to be recorded.
         freed: For each graph, places that were let go since the one before was recorded.
         held: While it is recorded: places that were not yet let go.
-        kept: While it is recorded: what autograd may take, or only add up. (A parameter's gradient
-            becomes its `.grad` in one step and is added to it in another.)
+        kept: While it is recorded: gradients, which autograd takes in one step, and in another only
+            adds up (to a parameter's `.grad`; to the gradient of a loss in the middle of a model).
     """
 
     def __init__(self) -> None:
         self.dropped = self.missed = False
+        self.used = _steps
         self.calls = 0
         self.histories: list[list[Any]] = []
         self.freed: list[list[Place]] = []
@@ -157,8 +167,9 @@ class Step:
 
 
 _step = Step()
+_live: "weakref.WeakSet[Session]" = weakref.WeakSet()
+_steps = 0
 _renewals = 0
-_sessions = 0
 _recorded = 0
 _pools: dict[torch.device, tuple[Any, Any, Any]] = {}
 
@@ -170,21 +181,49 @@ def step() -> Step:
 
 def begin() -> None:
     """Nothing of the last step is held: its memory may be written again."""
-    global _step, _renewals
+    global _step, _steps
     last = _step.session
-    if last is not None and last.missed and _renewals < _MOST_RENEWALS:
-        _renewals += 1
-        last.dropped = True
+    if last is not None:
+        last.used = _steps
+        if last.missed and _may_renew():
+            _drop(last)
+    _steps += 1
     _step = Step()
 
 
+def _may_renew() -> bool:
+    if _renewals < _MOST_RENEWALS + _steps // _STEPS_A_RENEWAL:
+        return True
+    messages.once(
+        "renewals",
+        "what blocks read, or which of them run, changes too often: what was not recorded runs "
+        "compiled, without CUDA graphs.",
+    )
+    return False
+
+
+def _drop(session: Session) -> None:
+    global _renewals
+    _renewals += 1
+    session.dropped = True
+
+
 def new_session() -> Session | None:
-    """For a step that is recorded; None where so many were that it can't pay any more."""
-    global _sessions
-    if _sessions >= _MOST_SESSIONS:
+    """For a step that is recorded; None where that happens too often to pay."""
+    for session in list(_live):
+        session.dropped = session.dropped or _steps - session.used > _STALE
+    if not _may_renew():
         return None
-    _sessions += 1
-    return Session()
+    if len(_live) >= _MOST_SESSIONS:
+        messages.once(
+            "sessions",
+            f"CUDA graphs of {_MOST_SESSIONS} steps are kept, of other shapes or weights each: "
+            "further ones run compiled, without.",
+        )
+        return None
+    found = Session()
+    _live.add(found)
+    return found
 
 
 def end_forward() -> None:
@@ -202,7 +241,7 @@ def abandon() -> None:
     """No backward is to come: what was recorded for one, and had none, is given up."""
     session = _step.session
     if session is not None and any(session.histories):
-        session.dropped = True
+        _drop(session)
         for history in session.histories:
             history.clear()
 
@@ -239,10 +278,12 @@ class Graph:
         self._session, self._index = session, len(session.freed) - 1
 
     def may_run(self) -> bool:
-        """Is whatever it may write held by nobody?"""
+        """Is whatever it may write held by nobody, and not wanted any more?"""
+        # What forwards save is let go in the order of recording, and in no other.
+        if _step.ran >= self._index:
+            return False
         # What the graph before may write was asked when that one ran.
-        first = _step.ran + 1 if _step.ran < self._index else 0
-        lists = self._session.freed[first : self._index + 1]
+        lists = self._session.freed[_step.ran + 1 : self._index + 1]
         return all(place.is_free() for freed in lists for place in freed)
 
     def replay(self) -> None:

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fp8patch import messages
 from fp8patch.blocks import memory
 
 __all__ = ["Recorded", "saved_by"]
 
 _HELD = (
-    "a backward that runs as CUDA graphs would overwrite what somebody still holds, and did not "
-    "when it was recorded (a block's output?): keep a copy of it, or run with compiled blocks and "
-    "without CUDA graphs."
+    "a backward that runs as CUDA graphs comes in another order than it was recorded in, or would "
+    "overwrite what somebody still holds (a block's output?): keep a copy of that, or run with "
+    "compiled blocks and without CUDA graphs."
 )
 
 
@@ -37,7 +38,7 @@ class Recorded:
         inputs: tuple[Any, ...],
         moving: list[int],
         session: memory.Session,
-        give_up: Callable[[RuntimeError], None],
+        give_up: Callable[[Exception], None],
     ) -> None:
         """Record the forward.
 
@@ -67,7 +68,9 @@ class Recorded:
         outputs = self._forward.results
         self._outputs = [memory.Place(output) for output in outputs]
         self._differentiable = [output.requires_grad for output in outputs]
-        self._read_again = self._kept_until_backward(own, outputs)
+        again = self._read_in_backward(own, outputs)
+        self._read_again = [i for i in again if i not in self._moving]
+        self._read_inside = [i for i in again if i in self._moving]
         # Until backward is recorded: outputs, and inputs that have a gradient.
         self._history: list[Any] = []
         if any(self._differentiable):
@@ -86,14 +89,14 @@ class Recorded:
             found = self._buffers[i] = _copied(tensor)
         return found.requires_grad_(tensor.requires_grad)
 
-    def _kept_until_backward(self, own: list[Any], outputs: tuple[Tensor, ...]) -> list[int]:
+    def _read_in_backward(self, own: list[Any], outputs: tuple[Tensor, ...]) -> list[int]:
         """Inputs that are read where they lie, and in backward again."""
         saved = saved_by(outputs)
         return [
             i
             for i, tensor in enumerate(own)
             if isinstance(tensor, Tensor)
-            and i not in self._moving
+            and i not in self._buffers
             and (saved is None or tensor.untyped_storage().data_ptr() in saved)
         ]
 
@@ -111,7 +114,12 @@ class Recorded:
         for i, buffer in self._buffers.items():
             _copied(inputs[i], buffer)
         if any(self._differentiable) and torch.is_grad_enabled():
-            kept = [inputs[i] for i in self._read_again]
+            written = memory.step().written
+            # Of what graphs have written, whoever holds it is counted.
+            kept = [
+                *(inputs[i] for i in self._read_again),
+                *(written[inputs[i].data_ptr()] for i in self._read_inside),
+            ]
             inner = [inputs[i] for i in self._wrt]
             return _Replay.apply(self, kept, *inner)  # type: ignore[no-untyped-call]
         return self.forward()
@@ -131,12 +139,14 @@ class Recorded:
         if self._backward is None:
             try:
                 self._backward = self._record_backward(wanted)
-            except RuntimeError as error:
-                # Its forward has run, and what that saved is there.
+            except Exception as error:
+                # (What its forward saved is let go by now: it can't run otherwise either.)
                 self._give_up(error)
-                outputs, wrt = self._history
-                with torch.enable_grad():
-                    return _gradients(outputs, wrt, wanted)
+                raise RuntimeError(
+                    "the backward of a block could not be recorded as a CUDA graph "
+                    f"({messages.one_line(error)}): run with compiled blocks and without CUDA "
+                    "graphs."
+                ) from error
         else:
             if not self._backward.may_run():
                 raise RuntimeError(_HELD)
@@ -160,21 +170,17 @@ class Recorded:
                 places.append(buffer)
                 read.append(buffer)
 
+        def differentiate() -> tuple[Tensor | None, ...]:
+            return tuple(torch.autograd.grad(outputs, wrt, read, allow_unused=True))
+
         with torch.enable_grad():
-            graph = memory.Graph(lambda: _gradients(outputs, wrt, read), self._device, self.session)
-        pairs = zip(self._wrt, graph.results, strict=True)
-        self.session.kept += [g for i, g in pairs if g is not None and i not in self._moving]
+            graph = memory.Graph(differentiate, self._device, self.session)
+        self.session.kept += [grad for grad in graph.results if grad is not None]
         self._grads_in = places
         self._grads_out = [None if each is None else memory.Place(each) for each in graph.results]
         # From here on, what was saved and what was returned is memory of the session.
         self._history.clear()
         return graph
-
-
-def _gradients(
-    outputs: list[Tensor], wrt: list[Tensor], grads: list[Tensor]
-) -> list[Tensor | None]:
-    return list(torch.autograd.grad(outputs, wrt, grads, allow_unused=True))
 
 
 def saved_by(outputs: tuple[Tensor, ...]) -> set[int] | None:
@@ -197,15 +203,15 @@ def _handed_out(graph: memory.Graph, places: list[Any], session: memory.Session)
 
 
 class _Replay(torch.autograd.Function):
-    """(record, tensors that backward reads where they lie, inputs that have a gradient) -> the
-    block's outputs."""
+    """(record, what backward reads where it lies, inputs that have a gradient) -> the block's
+    outputs."""
 
     @staticmethod
     def forward(
-        ctx: Any, record: Recorded, kept: list[Tensor], *inputs: Tensor
+        ctx: Any, record: Recorded, kept: "list[Tensor | memory.Place]", *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.record, ctx.replayed = record, False
-        ctx.kept = [(tensor, tensor._version) for tensor in kept]
+        ctx.kept = [(each, _version(each)) for each in kept]
         outputs = record.forward()
         ctx.mark_non_differentiable(*record.without_gradient(outputs))
         return outputs
@@ -218,15 +224,20 @@ class _Replay(torch.autograd.Function):
                 "Trying to backward through a block a second time: it ran as a CUDA graph, whose "
                 "memory is used again. Run with compiled blocks and without CUDA graphs."
             )
-        for tensor, version in ctx.kept:
-            if tensor._version != version:
+        for each, version in ctx.kept:
+            if _version(each) != version:
+                tensor = each if isinstance(each, Tensor) else each.tensor()
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an "
                     f"inplace operation: {tensor.type()} {list(tensor.shape)}, which a block read, "
-                    f"is at version {tensor._version}; expected version {version} instead."
+                    f"is at version {_version(each)}; expected version {version} instead."
                 )
         ctx.replayed, ctx.kept = True, ()
         return None, None, *ctx.record.backward(grads)
+
+
+def _version(each: "Tensor | memory.Place") -> int:
+    return each._version if isinstance(each, Tensor) else each.version()
 
 
 def _is(tensor: Tensor, known: tuple[weakref.ref[Tensor], int]) -> bool:
@@ -271,7 +282,10 @@ def _put(grad: Tensor, place: "Tensor | memory.Place") -> None:
     """`grad` to where backward reads it."""
     if isinstance(place, Tensor):
         place.copy_(grad)
-    elif grad.data_ptr() != place.address:
-        if not place.is_free():
-            raise RuntimeError(_HELD)
+    elif grad.data_ptr() == place.address:
+        if grad.stride() != (target := place.tensor()).stride():
+            target.copy_(grad.clone())
+    elif place.is_free():
         place.tensor().copy_(grad)
+    else:
+        raise RuntimeError(_HELD)

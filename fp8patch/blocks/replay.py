@@ -75,7 +75,7 @@ class Replayed:
             record = None
         if not self._may_run(step, record, met, inputs):
             outputs = self._compiled(*inputs)
-            if not _on_one_gpu((*inputs, *outputs)):
+            if not _on_one_gpu(inputs, outputs):
                 self._impossible = True
             elif met not in self._seen:
                 self._see(met, outputs)
@@ -85,14 +85,17 @@ class Replayed:
             assert session is not None
             try:
                 record = Recorded(self._compiled, inputs, self._moving, session, self._give_up)
-            except RuntimeError as error:
+            except Exception as error:
+                # Nothing of it has run yet.
                 self._give_up(error)
                 step.diverged = True
                 return self._compiled(*inputs)
+            known = self._records.items()
+            self._records = {k: other for k, other in known if not other.session.dropped}
             self._records[key] = record
         return record.run(inputs)
 
-    def _give_up(self, error: RuntimeError) -> None:
+    def _give_up(self, error: Exception) -> None:
         self._impossible = True
         session = memory.step().session
         if session is not None:
@@ -161,8 +164,11 @@ def _keys(inputs: tuple[Any, ...], moving: list[int]) -> tuple[Any, Any]:
     return met, (met, tuple(inside))
 
 
-def _on_one_gpu(values: tuple[Any, ...]) -> bool:
+def _on_one_gpu(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> bool:
     """Is there nothing in it that a graph could not take or return?"""
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    numbers = all(isinstance(value, Tensor | int | float) for value in values)
-    return numbers and len({t.device for t in tensors}) == 1 and tensors[0].is_cuda
+    if not all(isinstance(value, Tensor | int | float) for value in inputs):
+        return False
+    if not all(isinstance(value, Tensor) for value in outputs):
+        return False
+    tensors = [value for value in (*inputs, *outputs) if isinstance(value, Tensor)]
+    return len({t.device for t in tensors}) == 1 and tensors[0].is_cuda
