@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp8patch
+from fp8patch import messages
 from fp8patch.blocks import calls as blocks_calls
 from fp8patch.blocks import run
 from fp8patch.blocks.find import find_blocks, structure, variants
@@ -305,6 +306,47 @@ def test_what_breaks_is_left_eager_and_named(capsys: pytest.CaptureFixture[str])
     assert name == "a.blocks.0 to a.blocks.2 (Breaks)"
     assert capsys.readouterr().err.count("left eager") == 1
     assert counter.frame_count == 1
+
+
+def test_one_odd_call_leaves_the_others_compiled(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "_seen", set())
+
+    class Odd(Block):
+        def forward(self, x: Tensor, odd: bool = False) -> Tensor:
+            if odd:
+                torch._dynamo.graph_break()
+            return super().forward(x)
+
+    class Asked(Model):
+        odd = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * self.scale
+            for block in self.blocks:
+                x = block(x, self.odd)
+            return x
+
+    model = convert(Asked(Odd))
+    found, counter = compile_blocks(model)
+
+    def steps(count: int, odd: bool) -> None:
+        model.odd = odd
+        for _ in range(count):
+            step(model, torch.randn(2, 8, D))
+
+    steps(3, odd=False)
+    steps(1, odd=True)
+    steps(2, odd=False)
+    assert found.left == {}
+    assert found.compiled == {"blocks.0 to blocks.2 (Odd)": 3}
+    assert counter.frame_count == 1
+    assert capsys.readouterr().err.count("a call ran eagerly") == 1
+    # Not for ever.
+    steps(2, odd=True)
+    assert list(found.left) == ["blocks.0 to blocks.2 (Odd)"]
+    assert capsys.readouterr().err.count("left eager") == 1
 
 
 def test_one_that_needs_too_many_graphs_is_left_eager_and_named(

@@ -36,6 +36,8 @@ GRAPHS: Mode = "graphs"
 _MOST_SHAPES = 8
 # Graphs for one kind of block: static and dynamic, each with an attention mask and without.
 _GRAPHS_A_VARIANT = 4
+# Calls that can't be compiled, of what was compiled before, until it is left eager altogether.
+_MOST_ODD_CALLS = 4
 # What isn't done where somebody else's pass is in the place of ours.
 _UNDONE = {
     "joint_custom_post_pass": "blocks keep transposes that only backward reads",
@@ -58,6 +60,8 @@ class Structure:
         self.name = name
         self.first: dict[tuple[int, ...], tuple[torch.Size, ...]] = {}
         self.failed: dict[bool, str] = {}
+        # {dynamic: calls that failed since one ran}; not in it before one has.
+        self.odd_calls: dict[bool, int] = {}
         self._backend = self._with_graphs if graphs and backend == "inductor" else backend
         self._limit = _GRAPHS_A_VARIANT * variants
         self._compiled: dict[bool, Callable[..., Any]] = {}
@@ -263,6 +267,7 @@ class BlockCall:
                     raise
                 self._leave("there is nothing in it to compile")
             else:
+                structure.odd_calls.setdefault(dynamic, 0)
                 if graphs and self._wrote is not None:
                     self._wrote(output)
                 return output
@@ -273,9 +278,24 @@ class BlockCall:
             self._leave("too many graphs: something in it changes from call to call")
             return
         why = messages.one_line(error)
-        self.structure.failed[dynamic] = why
+        if "ContextVar" in why:
+            why += " (a hook that collects hidden states or attentions?)"
+        structure = self.structure
+        odd = structure.odd_calls.get(dynamic)
+        if odd is not None and odd + 1 < _MOST_ODD_CALLS:
+            # What was compiled for other calls may serve the next one.
+            structure.odd_calls[dynamic] = odd + 1
+            messages.once(
+                f"odd call {structure.name}",
+                f"{structure.name}: a call ran eagerly, it can't be compiled: {why}.",
+            )
+            return
         which = " for shapes other than the first" if dynamic else ""
-        messages.warn(f"{self.structure.name}: left eager{which}, it can't be compiled: {why}.")
+        if why in structure.failed.values():
+            messages.warn(f"{structure.name}: left eager{which} as well.")
+        else:
+            messages.warn(f"{structure.name}: left eager{which}, it can't be compiled: {why}.")
+        structure.failed[dynamic] = why
 
     def _leave(self, why: str) -> None:
         self.left = why
