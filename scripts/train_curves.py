@@ -14,7 +14,9 @@ from scratch. Six or twelve runs at once fill one H200:
     python scripts/train_curves.py --out DIR --families modernbert llama
     python scripts/train_curves.py --out DIR --families bert
 
-`--tiny` does all of it on a CPU, emulated. Exits with 1 if a run or a verdict fails.
+FP8 runs eagerly unless `--modes` says otherwise: `fp8-compiled` is with `--compile`, `fp8-graphs`
+with `--cuda-graphs`; BF16 is eager. `--tiny` does all of it on a CPU, emulated. Exits with 1 if a
+run or a verdict fails.
 """
 
 import argparse
@@ -42,7 +44,13 @@ FAMILIES = {
 # family: (most steps, the loss that is well below what the words' frequencies predict: 6.7)
 STARTS = {"bert": (2500, 5.0)}
 TINY_STARTS = {"bert": (25, 5.0)}
-MODES = ("bf16", "fp8")
+# FP8's, and what `train` is told for each.
+MODES: dict[str, list[str]] = {
+    "fp8": [],
+    "fp8-compiled": ["--compile"],
+    "fp8-graphs": ["--cuda-graphs"],
+}
+COLOURS = {"bf16": "#8a8a8a", "fp8": "#d1495b", "fp8-compiled": "#2e86ab", "fp8-graphs": "#3b8b5a"}
 LAST = 50
 ALLOWED_STD = 2.0
 
@@ -65,9 +73,10 @@ class Runner:
         return [str(word) for word in (SCRIPT, *common, *words)]
 
     def injected(self, mode: str, report: Path | None = None) -> list[str]:
-        flag = {"bf16": "--no-fp8", "fp8": "--emulate" if self.args.tiny else "--fp8"}[mode]
+        fp8 = "--emulate" if self.args.tiny else "--fp8"
+        flags = ["--no-fp8"] if mode == "bf16" else [fp8, *MODES[mode]]
         written = [] if report is None else ["--report", str(report)]
-        return ["-m", "fp8patch", "train", flag, "--recipe", str(self.recipe), *written]
+        return ["-m", "fp8patch", "train", *flags, "--recipe", str(self.recipe), *written]
 
     def __call__(self, command: list[str]) -> str:
         """Run it to its end; what it wrote.
@@ -146,7 +155,8 @@ def curves(runner: Runner) -> bool:
     before = json.loads(out.read_text()) if out.exists() else {"runs": [], "text": ""}
     runs = before["runs"]
     how = (args.steps, args.tiny, args.recipe)
-    wanted = [(f, m, s, *how) for s in range(args.seeds) for f in args.families for m in MODES]
+    modes = ("bf16", *args.modes)
+    wanted = [(f, m, s, *how) for s in range(args.seeds) for f in args.families for m in modes]
     have = {key(run) for run in runs}
     missing = [w for w in wanted if w not in have]
     text = runner.prepare() if missing else before["text"]
@@ -166,31 +176,33 @@ def curves(runner: Runner) -> bool:
             final = final_loss(runs[-1])
             print(f"{time.monotonic() - started:5.0f} s  {name}: {final:.4f}", flush=True)
     used = [run for run in runs if key(run) in wanted]
-    rows = [row for family in args.families if (row := verdict(family, used)) is not None]
+    pairs = [(family, mode) for family in args.families for mode in args.modes]
+    rows = [row for pair in pairs if (row := verdict(*pair, used)) is not None]
     write(out, {"machine": machine(runs), "text": text, "verdicts": rows, "runs": runs})
     print_table(rows, used)
     picture(used, args.out / "curves.png")
-    return not failed and len(rows) == len(args.families) and all(row["ok"] for row in rows)
+    return not failed and len(rows) == len(pairs) and all(row["ok"] for row in rows)
 
 
 def final_loss(run: dict[str, Any]) -> float:
     return statistics.fmean(run["losses"][-LAST:])
 
 
-def verdict(family: str, runs: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """FP8 against BF16 for one family; None without two seeds of BF16 and one of FP8."""
-    found: dict[str, dict[int, float]] = {mode: {} for mode in MODES}
+def verdict(family: str, mode: str, runs: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """FP8 in `mode` against BF16 for one family; None without two seeds of BF16 and one of FP8."""
+    found: dict[str, dict[int, float]] = {"bf16": {}, mode: {}}
     for run in runs:
-        if run["family"] == family:
+        if run["family"] == family and run["mode"] in found:
             found[run["mode"]][run["seed"]] = final_loss(run)
-    if len(found["bf16"]) < 2 or not found["fp8"]:
+    if len(found["bf16"]) < 2 or not found[mode]:
         return None
-    mean = {mode: statistics.fmean(found[mode].values()) for mode in MODES}
+    mean = {name: statistics.fmean(losses.values()) for name, losses in found.items()}
     std = statistics.stdev(found["bf16"].values())
-    difference = mean["fp8"] - mean["bf16"]
-    paired = [found["fp8"][s] - found["bf16"][s] for s in found["fp8"] if s in found["bf16"]]
+    difference = mean[mode] - mean["bf16"]
+    paired = [found[mode][s] - found["bf16"][s] for s in found[mode] if s in found["bf16"]]
     return {
         "family": family,
+        "mode": mode,
         "final": found,
         "mean": mean,
         "bf16_std": std,
@@ -205,12 +217,12 @@ def print_table(rows: list[dict[str, Any]], runs: list[dict[str, Any]]) -> None:
     print(f"\nmean of the last {LAST} losses")
     for row in rows:
         print(f"\n{FAMILIES[row['family']]}")
-        for mode in MODES:
-            each = "  ".join(f"{value:.4f}" for _, value in sorted(row["final"][mode].items()))
-            print(f"  {mode:5s} {row['mean'][mode]:.4f}   seeds: {each}")
+        for mode, losses in row["final"].items():
+            each = "  ".join(f"{value:.4f}" for _, value in sorted(losses.items()))
+            print(f"  {mode:12s} {row['mean'][mode]:.4f}   seeds: {each}")
         for run in runs:
             cover = run["report"]["coverage"]
-            if run["family"] == row["family"] and run["mode"] == "fp8":
+            if run["family"] == row["family"] and run["mode"] == row["mode"]:
                 calls = f"{cover['fp8_calls']} of {cover['calls']} GEMM calls"
                 print(f"  in FP8: {calls}, {cover['fp8_flops_share']:.1%} of GEMM FLOPs")
                 break
@@ -237,25 +249,25 @@ def picture(runs: list[dict[str, Any]], path: Path) -> None:
     figure, axes = pyplot.subplots(
         2, len(families), figsize=(6 * len(families), 6.5), squeeze=False, height_ratios=[3, 1.2]
     )
-    colours = {"bf16": "#8a8a8a", "fp8": "#d1495b"}
     for column, family in enumerate(families):
         above, below = axes[0][column], axes[1][column]
         smooth = {
             (r["mode"], r["seed"]): running_mean(r["losses"]) for r in runs if r["family"] == family
         }
-        for mode in MODES:
+        for mode, colour in COLOURS.items():
             label = mode.upper()
             for (kind, _), line in sorted(smooth.items()):
                 if kind == mode:
-                    above.plot(line, color=colours[mode], lw=1, label=label)
+                    above.plot(line, color=colour, lw=1, label=label)
                     label = None
         for (kind, seed), line in sorted(smooth.items()):
             other = smooth.get(("bf16", seed))
-            if kind == "fp8" and other is not None:
-                below.plot([a - b for a, b in zip(line, other, strict=True)], color="#d1495b", lw=1)
-        row = verdict(family, runs)
-        if row is not None:
-            band = ALLOWED_STD * row["bf16_std"]
+            if kind != "bf16" and other is not None:
+                apart = [a - b for a, b in zip(line, other, strict=True)]
+                below.plot(apart, color=COLOURS[kind], lw=1)
+        ends = [final_loss(r) for r in runs if r["family"] == family and r["mode"] == "bf16"]
+        if len(ends) > 1:
+            band = ALLOWED_STD * statistics.stdev(ends)
             below.axhspan(-band, band, color="#dddddd", label="2 standard deviations of BF16")
             below.legend(frameon=False, fontsize=8, loc="upper right")
         above.set_title(FAMILIES[family], fontsize=10)
@@ -276,7 +288,7 @@ def running_mean(values: list[float], width: int = 20) -> list[float]:
 
 def machine(runs: list[dict[str, Any]]) -> dict[str, Any]:
     found = {name: version(name) for name in ("torch", "transformers", "tokenizers")}
-    devices = {run["report"]["device"] for run in runs if run["mode"] == "fp8"}
+    devices = {run["report"]["device"] for run in runs if run["mode"] != "bf16"}
     return {"python": platform.python_version(), **found, "devices": sorted(devices)}
 
 
@@ -293,6 +305,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=12, help="curves: runs at once, on one GPU")
     parser.add_argument("--recipe", default="delayed")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["fp8"], help="default: fp8")
     args = parser.parse_args(words)
     args.steps = args.steps or (8 if args.tiny else 500)
     args.out = args.out.absolute()

@@ -71,21 +71,24 @@ def curve(mode: str, seed: int, final: float) -> dict[str, Any]:
     return {"family": "bert", "mode": mode, "seed": seed, "losses": losses}
 
 
+@pytest.mark.parametrize("mode", ["fp8", "fp8-graphs"])
 @pytest.mark.parametrize(("fp8", "ok"), [(5.19, True), (4.81, True), (5.21, False), (4.79, False)])
-def test_the_verdict(train_curves: Any, fp8: float, ok: bool) -> None:
+def test_the_verdict(train_curves: Any, mode: str, fp8: float, ok: bool) -> None:
     runs = [curve("bf16", seed, final) for seed, final in enumerate((4.9, 5.0, 5.1))]
-    assert train_curves.verdict("bert", runs) is None
-    runs += [curve("fp8", seed, fp8) for seed in range(3)]
-    row = train_curves.verdict("bert", runs)
+    assert train_curves.verdict("bert", mode, runs) is None
+    runs += [curve(mode, seed, fp8) for seed in range(3)]
+    runs += [curve("fp8-compiled", seed, 7.0) for seed in range(3)]
+    row = train_curves.verdict("bert", mode, runs)
     assert row["bf16_std"] == pytest.approx(0.1)
     assert row["difference"] == pytest.approx(fp8 - 5.0)
     assert row["ok"] is ok
-    assert train_curves.verdict("llama", runs) is None
+    assert train_curves.verdict("bert", "fp8-compiled", runs)["ok"] is False
+    assert train_curves.verdict("llama", mode, runs) is None
 
 
 def test_a_run_that_diverged_fails(train_curves: Any) -> None:
     runs = [curve("bf16", seed, 5.0 + seed) for seed in range(2)] + [curve("fp8", 0, float("nan"))]
-    assert train_curves.verdict("bert", runs)["ok"] is False
+    assert train_curves.verdict("bert", "fp8", runs)["ok"] is False
 
 
 @pytest.mark.slow
