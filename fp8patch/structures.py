@@ -29,7 +29,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
             return type(value)(*new)
         return type(value)(new)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        pairs = ((k, v, map_tensors(v, change)) for k, v in vars(value).items())
+        pairs = ((k, v, map_tensors(v, change)) for k, v in _attributes(value))
         changes = {k: new for k, v, new in pairs if new is not v}
         if not changes:
             return value
@@ -38,6 +38,14 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
             object.__setattr__(other, name, new)  # frozen ones too
         return other
     return value
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    """Of a dataclass; with slots it has no `__dict__`."""
+    if hasattr(value, "__dict__"):
+        return list(vars(value).items())
+    names = [field.name for field in dataclasses.fields(value)]
+    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
 
 
 def _changed_mapping(value: Mapping[Any, Any], change: Callable[[Tensor], Tensor]) -> Any:
@@ -64,5 +72,5 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         for item in value:
             yield from tensors_in(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for item in vars(value).values():
+        for _, item in _attributes(value):
             yield from tensors_in(item)

@@ -117,7 +117,7 @@ def at(value: Any) -> Any:
     """What lies where `value` does."""
     if not isinstance(value, Tensor):
         return value
-    return memory.Place(value).tensor().requires_grad_(value.requires_grad)
+    return memory.Result(value).tensor().requires_grad_(value.requires_grad)
 
 
 class Machine:
@@ -180,7 +180,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         machine.spoil()
 
     def with_graphs(self: Any, graph: Any, inputs: Any) -> Any:
-        self._replayed.append(replay.Replayed(aot_eager(graph, inputs)))
+        self._replayed.append(replay.Replayed(aot_eager(graph, inputs), self.name))
         return self._replayed[-1]
 
     monkeypatch.setattr(memory, "record", machine.record)
@@ -190,7 +190,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(memory, "begin", spoiling)
     monkeypatch.setattr(memory, "_step", memory.Step())
     monkeypatch.setattr(memory, "_renewals", 0)
-    monkeypatch.setattr(replay, "_on_one_gpu", lambda inputs, outputs: True)
+    monkeypatch.setattr(replay, "_hindrance", lambda inputs, outputs: None)
     monkeypatch.setattr(run.Structure, "_with_graphs", with_graphs)
     monkeypatch.setattr(blocks_graphs, "_on_gpu", lambda model: True)
     monkeypatch.setattr(blocks_graphs, "_step", blocks_graphs._Step())

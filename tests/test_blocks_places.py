@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from test_blocks import Block, D, Model, build, compile_blocks, convert, equal, step
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 
 import fp8patch
 from fp8patch.blocks.places import Places
@@ -169,22 +167,3 @@ def test_blocks_that_are_converted_again() -> None:
     assert equal(train(convert(model)), train(eager))
     assert numbers(model) == numbers(eager)
     assert None not in places(model).values()
-
-
-def test_what_stands_for_slots_stays_where_it_is() -> None:
-    """A CUDA graph copies anything else, and what is written to the copy is lost."""
-    seen: list[tuple[int, int]] = []
-
-    def look(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        known = torch._guards.TracingContext.get().fw_metadata
-        assert known is not None
-        seen.append((len(inputs), len(known.static_input_indices)))
-        return make_boxed_func(graph)
-
-    model = build(Siblings)
-    backend = aot_autograd(fw_compiler=look, bw_compiler=lambda graph, _: make_boxed_func(graph))
-    fp8patch.compile_blocks(model, backend=backend)
-    train(model)
-    assert None not in places(model).values()
-    ((taken, standing),) = seen
-    assert taken == standing + 1  # what goes through the blocks

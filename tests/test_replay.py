@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import fp8patch
 from fp8patch.blocks import graphs as blocks_graphs
-from fp8patch.blocks import memory
+from fp8patch.blocks import memory, replay
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
@@ -105,8 +105,9 @@ def test_what_is_kept_stays(machine: Machine) -> None:
 @pytest.mark.usefixtures("no_donations")
 def test_a_graph_cannot_go_back_twice(machine: Machine) -> None:
     model = Model()
-    fp8patch.compile_blocks(model, cuda_graphs=True)
+    found = fp8patch.compile_blocks(model, cuda_graphs=True)
     for step in range(4):
+        assert found.ran_graphs == (step > 1)
         model.zero_grad()
         loss = model(data(step))["loss"]
         loss.backward(retain_graph=True)
@@ -227,12 +228,12 @@ def test_what_cannot_be_recorded_runs_without(
 
     monkeypatch.setattr(memory, "record", refuse)
     both(training)
-    assert "no CUDA graph could be recorded of a block: operation not" in capsys.readouterr().err
+    assert "(Block): no CUDA graph can be recorded, operation not" in capsys.readouterr().err
 
 
 def test_who_holds_what_was_handed_out(machine: Machine) -> None:
     recorded = torch.ones(4)
-    place = memory.Place(recorded)
+    place = memory.Result(recorded)
     given = place.hand_out(recorded)
     del recorded
     assert not place.is_free()
@@ -248,3 +249,30 @@ def test_who_holds_what_was_handed_out(machine: Machine) -> None:
         assert not place.is_free()
         del view
         assert place.is_free()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "said"),
+    [
+        ((torch.ones(2), 3), (torch.ones(2),), "its tensors are on cpu, which is not one GPU"),
+        ((torch.ones(2), None), (), "it takes a NoneType"),
+        ((torch.ones(2),), (torch.ones(2), 3), "it returns a int"),
+        ((torch.ones(2),), (torch.ones(2, device="meta"),), "its tensors are on cpu, meta, which"),
+    ],
+)
+def test_what_cannot_be_a_graph(inputs: Any, outputs: Any, said: str) -> None:
+    assert str(replay._hindrance(inputs, outputs)).startswith(said)
+
+
+def test_a_block_that_cannot_be_one_is_named(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(replay, "_hindrance", lambda inputs, outputs: "it returns a int")
+    model = Model()
+    found = fp8patch.compile_blocks(model, cuda_graphs=True)
+    training(model)
+    assert not machine.graphs
+    assert not found.ran_graphs
+    err = capsys.readouterr().err
+    assert err.count("no CUDA graph can be recorded, it returns a int") == 1
+    assert "blocks.0 to blocks.2 (Block)" in err

@@ -218,7 +218,7 @@ def _compile(prepared: Prepared, contender: Contender) -> None:
         Fp8PatchError: There are none.
     """
     graphs = contender.mode == "graphs"
-    blocks = _blocks(prepared.model)
+    blocks = _blocks(prepared.model)  # for its error, too
     if contender.family in ("bf16", "ours"):
         compiled = compile_blocks(prepared.model, cuda_graphs=graphs)
         prepared.left_eager = lambda: dict(compiled.left)

@@ -46,6 +46,10 @@ def compile_blocks(
 
     Raises:
         Fp8PatchError: `model` is no `nn.Module`.
+
+    With CUDA graphs, `backward` raises RuntimeError where it would read or write memory that is in
+    use again: through a forward for a second time, in another order than before, or where somebody
+    holds what it writes. (And once, where it can't be recorded.)
     """
     if not isinstance(model, nn.Module):
         raise Fp8PatchError(
@@ -61,7 +65,7 @@ def compile_blocks(
     if not found.names:
         messages.note(
             f"{type(model).__name__}: nothing to compile, it has no list of blocks with the "
-            "same class."
+            "same class, nor one with a single layer."
         )
     _compiled[model] = found
     return found

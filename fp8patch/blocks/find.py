@@ -1,7 +1,8 @@
 """Where the repeated blocks of a model are: what `compile_blocks` compiles one by one.
 
 A block is a child of a `ModuleList` or `Sequential` that holds two or more children of its class,
-each with converted modules below it (or Linears, in a model without any). Of nested repetitions
+each with converted modules below it (or Linears, in a model without any); where there is none, the
+only child of a `ModuleList`. Of nested repetitions
 the inner one counts (Swin: stages of blocks), unless it holds only a small part of what the outer
 one does (a list of adapters inside a layer).
 """
@@ -75,11 +76,13 @@ def _repeated(module: nn.Module, wanted: Any) -> Iterator[nn.Module]:
 
 
 def _only_children(model: nn.Module, wanted: Any) -> Iterator[Block]:
-    """What is alone in a list, and more than one layer."""
+    """What is alone in a list, and more than one layer; of lists in lists, the outermost."""
+    inside: set[int] = set()
     for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == 1:
+        if isinstance(module, nn.ModuleList) and len(module) == 1 and id(module) not in inside:
             (name, child), *_ = module.named_children()
             if sum(map(wanted, child.modules())) > 1:
+                inside.update(map(id, child.modules()))
                 yield Block(f"{path}.{name}" if path else name, child)
 
 

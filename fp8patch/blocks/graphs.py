@@ -173,8 +173,8 @@ class Graphs:
             module._fp8_weight_q = kept
 
     def wrote(self, output: Any) -> None:
-        """A block that ran as a graph has returned `output`."""
-        self.used = True
+        """A block that may run as a graph has returned `output`."""
+        self.used = self.used or memory.step().calls > 0
         for tensor in tensors_in(output):
             node = _compiled_node(tensor.grad_fn)
             if node is not None:

@@ -23,7 +23,7 @@ from fp8patch import messages
 
 __all__ = [
     "Graph",
-    "Place",
+    "Result",
     "Session",
     "Step",
     "abandon",
@@ -47,7 +47,7 @@ _MOST_RENEWALS, _STEPS_A_RENEWAL = 16, 200
 _MOST_SESSIONS, _STALE = 128, 1000
 
 
-class Place:
+class Result:
     """Where a graph writes one of its results, and who holds what lies there."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -129,8 +129,8 @@ class Session:
         self.used = _steps
         self.calls = 0
         self.histories: list[list[Any]] = []
-        self.freed: list[list[Place]] = []
-        self.held: list[Place] = []
+        self.freed: list[list[Result]] = []
+        self.held: list[Result] = []
         self.kept: list[Tensor] = []
 
 
@@ -160,8 +160,8 @@ class Step:
     calls: int = 0
     ran: int = -1
     turns: dict[Any, int] = field(default_factory=dict)
-    written: dict[int, Place] = field(default_factory=dict)
-    given: list[Place] = field(default_factory=list)
+    written: dict[int, Result] = field(default_factory=dict)
+    given: list[Result] = field(default_factory=list)
     copies: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = field(default_factory=dict)
     filled: dict[int, tuple[weakref.ref[Tensor], int]] = field(default_factory=dict)
 

@@ -16,12 +16,12 @@ from torch.autograd.function import once_differentiable
 from fp8patch import messages
 from fp8patch.blocks import memory
 
-__all__ = ["Recorded", "saved_by"]
+__all__ = ["Recorded"]
 
 _HELD = (
     "a backward that runs as CUDA graphs comes in another order than it was recorded in, or would "
-    "overwrite what somebody still holds (a block's output?): keep a copy of that, or run with "
-    "compiled blocks and without CUDA graphs."
+    "overwrite what somebody still holds (a block's output?): keep a copy of that, or run without "
+    "CUDA graphs (--compile, or cuda_graphs=False)."
 )
 
 
@@ -66,7 +66,7 @@ class Recorded:
         if [own[i]._version for i in moving] != versions:
             raise RuntimeError("it writes to what it is given")
         outputs = self._forward.results
-        self._outputs = [memory.Place(output) for output in outputs]
+        self._outputs = [memory.Result(output) for output in outputs]
         self._differentiable = [output.requires_grad for output in outputs]
         again = self._read_in_backward(own, outputs)
         self._read_again = [i for i in again if i not in self._moving]
@@ -78,8 +78,8 @@ class Recorded:
             self._history += [with_gradient, [own[i] for i in self._wrt]]
             session.histories.append(self._history)
         self._backward: memory.Graph | None = None
-        self._grads_in: list[Tensor | memory.Place] = []
-        self._grads_out: list[memory.Place | None] = []
+        self._grads_in: list[Tensor | memory.Result] = []
+        self._grads_out: list[memory.Result | None] = []
 
     def _where_it_is_read(self, i: int, tensor: Tensor) -> Tensor:
         """`tensor` itself where a graph of this step has written it, else a copy of its own."""
@@ -91,7 +91,7 @@ class Recorded:
 
     def _read_in_backward(self, own: list[Any], outputs: tuple[Tensor, ...]) -> list[int]:
         """Inputs that are read where they lie, and in backward again."""
-        saved = saved_by(outputs)
+        saved = _saved_by(outputs)
         return [
             i
             for i, tensor in enumerate(own)
@@ -144,8 +144,8 @@ class Recorded:
                 self._give_up(error)
                 raise RuntimeError(
                     "the backward of a block could not be recorded as a CUDA graph "
-                    f"({messages.one_line(error)}): run with compiled blocks and without CUDA "
-                    "graphs."
+                    f"({messages.one_line(error)}): go on from a checkpoint, or run without CUDA "
+                    "graphs (--compile, or cuda_graphs=False)."
                 ) from error
         else:
             if not self._backward.may_run():
@@ -159,7 +159,7 @@ class Recorded:
         outputs, wrt = self._history
         written = memory.step().written
         read: list[Tensor] = []
-        places: list[Tensor | memory.Place] = []
+        places: list[Tensor | memory.Result] = []
         for output, grad in zip(outputs, grads, strict=True):
             place = written.get(grad.data_ptr())
             if place is not None and grad.stride() == output.stride():
@@ -177,13 +177,13 @@ class Recorded:
             graph = memory.Graph(differentiate, self._device, self.session)
         self.session.kept += [grad for grad in graph.results if grad is not None]
         self._grads_in = places
-        self._grads_out = [None if each is None else memory.Place(each) for each in graph.results]
+        self._grads_out = [None if each is None else memory.Result(each) for each in graph.results]
         # From here on, what was saved and what was returned is memory of the session.
         self._history.clear()
         return graph
 
 
-def saved_by(outputs: tuple[Tensor, ...]) -> set[int] | None:
+def _saved_by(outputs: tuple[Tensor, ...]) -> set[int] | None:
     """Where what autograd saved for the backward of `outputs` lies; None: that is not known."""
     for output in outputs:
         node: Any = output.grad_fn
@@ -208,7 +208,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, record: Recorded, kept: "list[Tensor | memory.Place]", *inputs: Tensor
+        ctx: Any, record: Recorded, kept: "list[Tensor | memory.Result]", *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.record, ctx.replayed = record, False
         ctx.kept = [(each, _version(each)) for each in kept]
@@ -222,7 +222,7 @@ class _Replay(torch.autograd.Function):
         if ctx.replayed:
             raise RuntimeError(
                 "Trying to backward through a block a second time: it ran as a CUDA graph, whose "
-                "memory is used again. Run with compiled blocks and without CUDA graphs."
+                "memory is used again. Run without CUDA graphs (--compile, or cuda_graphs=False)."
             )
         for each, version in ctx.kept:
             if _version(each) != version:
@@ -236,7 +236,7 @@ class _Replay(torch.autograd.Function):
         return None, None, *ctx.record.backward(grads)
 
 
-def _version(each: "Tensor | memory.Place") -> int:
+def _version(each: "Tensor | memory.Result") -> int:
     return each._version if isinstance(each, Tensor) else each.version()
 
 
@@ -278,7 +278,7 @@ def _without_repeats(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided([n if s else min(n, 1) for n, s in pairs], tensor.stride())
 
 
-def _put(grad: Tensor, place: "Tensor | memory.Place") -> None:
+def _put(grad: Tensor, place: "Tensor | memory.Result") -> None:
     """`grad` to where backward reads it."""
     if isinstance(place, Tensor):
         place.copy_(grad)

@@ -45,8 +45,10 @@ def arguments_of(structure: Any) -> Iterator[None]:
 class Replayed:
     """What Dynamo calls with the inputs of one graph of a block's structure."""
 
-    def __init__(self, compiled: Callable[..., Any]) -> None:
+    def __init__(self, compiled: Callable[..., Any], name: str) -> None:
+        """`name`: what messages call the structure."""
         self._compiled = compiled
+        self._name = name
         # By where the inputs are; and where they were when a call was first met.
         self._records: dict[Any, Recorded] = {}
         self._seen: set[Any] = set()
@@ -75,8 +77,9 @@ class Replayed:
             record = None
         if not self._may_run(step, record, met, inputs):
             outputs = self._compiled(*inputs)
-            if not _on_one_gpu(inputs, outputs):
-                self._impossible = True
+            hindrance = _hindrance(inputs, outputs)
+            if hindrance is not None:
+                self._without(hindrance)
             elif met not in self._seen:
                 self._see(met, outputs)
             return outputs
@@ -96,25 +99,23 @@ class Replayed:
         return record.run(inputs)
 
     def _give_up(self, error: Exception) -> None:
-        self._impossible = True
         session = memory.step().session
         if session is not None:
             session.dropped = True
+        self._without(messages.one_line(error))
+
+    def _without(self, why: str) -> None:
+        self._impossible = True
         messages.warn(
-            f"no CUDA graph could be recorded of a block: {messages.one_line(error)}. It runs "
-            "compiled, without."
+            f"{self._name}: no CUDA graph can be recorded, {why}. It runs compiled, without "
+            "(`--compile` does so from the start)."
         )
 
     def _see(self, met: Any, outputs: Any) -> None:
         """A call has run, and is seen once its backward has."""
         if len(self._seen) >= _MOST_CALLS:
-            self._impossible = True
             self._seen.clear()
-            messages.once(
-                "tensors move",
-                "blocks read tensors that lie elsewhere in every step: they run compiled, but "
-                "without CUDA graphs.",
-            )
+            self._without("what it reads lies elsewhere in every step")
             return
         node = next((t.grad_fn for t in outputs if getattr(t, "grad_fn", None) is not None), None)
         if node is None:
@@ -164,11 +165,14 @@ def _keys(inputs: tuple[Any, ...], moving: list[int]) -> tuple[Any, Any]:
     return met, (met, tuple(inside))
 
 
-def _on_one_gpu(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> bool:
-    """Is there nothing in it that a graph could not take or return?"""
-    if not all(isinstance(value, Tensor | int | float) for value in inputs):
-        return False
-    if not all(isinstance(value, Tensor) for value in outputs):
-        return False
-    tensors = [value for value in (*inputs, *outputs) if isinstance(value, Tensor)]
-    return len({t.device for t in tensors}) == 1 and tensors[0].is_cuda
+def _hindrance(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> str | None:
+    """What a graph could not take or return."""
+    for values, classes in ((inputs, (Tensor, int, float)), (outputs, (Tensor,))):
+        for value in values:
+            if not isinstance(value, classes):
+                verb = "takes" if values is inputs else "returns"
+                return f"it {verb} a {type(value).__name__}"
+    devices = {str(t.device) for t in (*inputs, *outputs) if isinstance(t, Tensor)}
+    if len(devices) != 1 or not next(iter(devices)).startswith("cuda"):
+        return f"its tensors are on {', '.join(sorted(devices))}, which is not one GPU"
+    return None

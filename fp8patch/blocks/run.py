@@ -36,7 +36,7 @@ GRAPHS: Mode = "graphs"
 _MOST_SHAPES = 8
 # Graphs for one kind of block: static and dynamic, each with an attention mask and without.
 _GRAPHS_A_VARIANT = 4
-# Calls that can't be compiled, of what was compiled before, until it is left eager altogether.
+# A block's calls that can't be compiled, beside others that were, until it is left eager.
 _MOST_ODD_CALLS = 4
 # What isn't done where somebody else's pass is in the place of ours.
 _UNDONE = {
@@ -60,8 +60,8 @@ class Structure:
         self.name = name
         self.first: dict[tuple[int, ...], tuple[torch.Size, ...]] = {}
         self.failed: dict[bool, str] = {}
-        # {dynamic: calls that failed since one ran}; not in it before one has.
-        self.odd_calls: dict[bool, int] = {}
+        # `dynamic` of what has run compiled.
+        self.worked: set[bool] = set()
         self._backend = self._with_graphs if graphs and backend == "inductor" else backend
         self._limit = _GRAPHS_A_VARIANT * variants
         self._compiled: dict[bool, Callable[..., Any]] = {}
@@ -97,7 +97,7 @@ class Structure:
         from torch._inductor.compile_fx import compile_fx
 
         compiled: Any = compile_fx(graph, inputs, config_patches=_for_inductor(keep_less=False))
-        replayed = Replayed(compiled)
+        replayed = Replayed(compiled, self.name)
         self._replayed.append(replayed)
         return replayed
 
@@ -201,6 +201,7 @@ class BlockCall:
         self.left: str | None = None
         self._block = weakref.ref(block)
         self._mode = mode
+        self._odd_calls = 0
         self._wrote = wrote
         # Its modules whose weights are whole in a forward only, after the block's hooks (FSDP): a
         # graph can't quantise them.
@@ -267,7 +268,7 @@ class BlockCall:
                     raise
                 self._leave("there is nothing in it to compile")
             else:
-                structure.odd_calls.setdefault(dynamic, 0)
+                structure.worked.add(dynamic)
                 if graphs and self._wrote is not None:
                     self._wrote(output)
                 return output
@@ -281,10 +282,9 @@ class BlockCall:
         if "ContextVar" in why:
             why += " (a hook that collects hidden states or attentions?)"
         structure = self.structure
-        odd = structure.odd_calls.get(dynamic)
-        if odd is not None and odd + 1 < _MOST_ODD_CALLS:
+        self._odd_calls += 1
+        if dynamic in structure.worked and self._odd_calls < _MOST_ODD_CALLS:
             # What was compiled for other calls may serve the next one.
-            structure.odd_calls[dynamic] = odd + 1
             messages.once(
                 f"odd call {structure.name}",
                 f"{structure.name}: a call ran eagerly, it can't be compiled: {why}.",

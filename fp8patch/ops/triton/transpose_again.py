@@ -65,16 +65,16 @@ def transpose_again_kernel(
 _launch = Launcher(transpose_again_kernel)
 
 
-def transpose_again(x: Tensor, scale_inv: Tensor, *, tile: tuple[int, int, int] = _TILE) -> Tensor:
+def transpose_again(x: Tensor, scale_inv: Tensor) -> Tensor:
     """`ops.transpose_again` on the GPU; x [M, K] is contiguous and holds at least one element."""
     rows, cols = x.shape
     height, width = (rows + 15) // 16 * 16, (cols + 15) // 16 * 16
     x_fp8_t = empty_matrix(width, height, numerics.E4M3, x.device)
-    bm, bk, warps = tile
+    bm, bk, warps = _TILE
     full = cols == width
     even = full and rows % bm == 0 and width % bk == 0
     sizes = size_class(rows), cols >> 31, size_class(height), size_class(width)
-    variant = (x.dtype, x.data_ptr() % 16, even, full, tile, sizes)
+    variant = (x.dtype, x.data_ptr() % 16, even, full, sizes)
 
     def constants() -> dict[str, Any]:
         known = CONSTANTS[numerics.E4M3]
