@@ -111,3 +111,14 @@ def test_renewals_end_and_come_back(
     assert "changes too often" in capsys.readouterr().err
     training(model, steps=40)
     assert memory.step().calls == LAYERS
+
+
+def test_nothing_is_held_once_the_blocks_are_given_back(machine: Machine) -> None:
+    model = Model()
+    found = fp8patch.compile_blocks(model, cuda_graphs=True)
+    training(model, steps=2)  # the second is recorded
+    session = memory.step().session
+    assert session is not None
+    assert session.kept
+    found.undo()
+    assert not session.kept

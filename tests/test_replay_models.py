@@ -21,6 +21,7 @@ from graph_machine import (
 from torch import Tensor, nn
 
 import fp8patch
+from fp8patch import messages
 from fp8patch.blocks import memory
 
 pytestmark = [
@@ -262,6 +263,60 @@ def test_a_gradient_that_somebody_keeps_and_replaces_is_not_written(machine: Mac
     model.hook = double
     with pytest.raises(RuntimeError, match="would overwrite what somebody still holds"):
         model(data(0))["loss"].backward()
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_gradients_that_a_script_has_kept_in_a_list(machine: Machine, view: bool) -> None:
+    """And reads, and makes zero, from then on."""
+
+    def loop(model: Any) -> Trace:
+        training(model, steps=4)
+        kept: list[Tensor] = []
+        seen = []
+        for step in range(6):
+            model(data(step))["loss"].backward()
+            if not kept:
+                grads = [p.grad for p in model.parameters()]
+                kept += [g.view(-1) for g in grads] if view else grads
+            seen += [grad.clone() for grad in kept]
+            for grad in kept:
+                grad.zero_()
+        return seen + gradients(model)
+
+    both(loop)
+
+
+class Inferred(Block):
+    extra: Tensor
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(x + self.extra, mask)
+
+
+class Inferences(Model):
+    """Blocks read what was made in inference mode, which counts no versions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Inferred() for _ in range(LAYERS)])
+        with torch.inference_mode():
+            for block in self.blocks:
+                block.extra = torch.ones(D)
+
+
+def test_tensors_of_inference_mode(machine: Machine) -> None:
+    both(training, Inferences)
+    assert len(machine.graphs) == 2 * LAYERS
+
+
+def test_anomaly_detection_runs_without(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(messages, "_seen", set())
+    with torch.autograd.set_detect_anomaly(True):
+        both(training)
+    assert not machine.graphs
+    assert "anomaly detection is on" in capsys.readouterr().err
 
 
 class Throws(Model):

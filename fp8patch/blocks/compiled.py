@@ -164,6 +164,8 @@ class CompiledBlocks:
                 unwatch(module)
         for bank in self._banks:
             bank.late.wanted = False
+        if self._graphs is not None:
+            self._graphs.end()
         self._calls, self._parts = [], []
 
 

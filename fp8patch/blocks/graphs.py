@@ -190,6 +190,11 @@ class Graphs:
         _step.forwards.append(weakref.ref(forward))
         return map_tensors(output, memory.owned)
 
+    def end(self) -> None:
+        """No forward is to come."""
+        if not _step.waits():
+            memory.let_go()
+
     def parameters(self) -> Iterator[nn.Parameter]:
         model = self._model()
         if model is not None:
@@ -230,8 +235,12 @@ def _alive() -> set[int]:
 
 
 def _rescue_gradients(alive: set[int]) -> bool:
-    """Copy gradients out of the graphs' memory; returns whether nothing else is alive there."""
-    _copy_out([p for graphs in list(_all) for p in graphs.parameters() if _is_inside(p, alive)])
+    """Copy gradients out of the graphs' memory; returns whether nothing else is alive there.
+
+    One that somebody has a view of stays: the view would not follow.
+    """
+    movable = alive - memory.viewed()
+    _copy_out([p for graphs in list(_all) for p in graphs.parameters() if _is_inside(p, movable)])
     return not _alive()
 
 
@@ -248,5 +257,6 @@ def _copy_out(parameters: list[nn.Parameter]) -> None:
     gradients: Any = [parameter.grad for parameter in parameters]
     copies = [torch.empty_like(gradient) for gradient in gradients]
     torch._foreach_copy_(copies, gradients)
-    for parameter, copy in zip(parameters, copies, strict=True):
-        parameter.grad = copy
+    # The objects stay: a script may have kept them in a list.
+    for gradient, copy in zip(gradients, copies, strict=True):
+        gradient.data = copy

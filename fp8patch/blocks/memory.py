@@ -31,11 +31,13 @@ __all__ = [
     "alive",
     "begin",
     "end_forward",
+    "let_go",
     "new_session",
     "owned",
     "record",
     "recorded",
     "step",
+    "viewed",
 ]
 
 _T = TypeVar("_T")
@@ -63,6 +65,8 @@ class Result:
         }
         self.address = tensor.data_ptr()
         self.storage: int = storage.data_ptr()
+        # Of a backward, that is.
+        self.is_gradient = False
         # While what was recorded is held; after that, a tensor that owns nothing, whose storage
         # is that of all that is handed out, and how many hold that storage when nobody else does.
         self._recorded: StorageWeakRef | None = None
@@ -99,6 +103,11 @@ class Result:
     def version(self) -> int:
         """Of what was handed out: tells whether somebody has written to it."""
         return 0 if self._alias is None else self._alias._version
+
+    def holders(self) -> int:
+        """How many tensors hold what was handed out (1 at most, where it was just recorded)."""
+        found = int(self._recorded is not None and not self._recorded.expired())
+        return found + (0 if self._alias is None else _holders(self._storage) - self._idle)
 
     def is_free(self) -> bool:
         """Does nobody hold what was handed out?"""
@@ -257,9 +266,19 @@ def owned(tensor: Tensor) -> Tensor:
 
 def alive() -> set[int]:
     """Addresses of storages that graphs of this step have written and somebody still holds."""
+    let_go()
+    return {place.storage for place in _step.given if not place.is_free()}
+
+
+def viewed() -> set[int]:
+    """Of `alive`, what several tensors hold."""
+    return {place.storage for place in _step.given if place.holders() > 1}
+
+
+def let_go() -> None:
+    """What was held for a session that is recorded, where nothing is to come any more."""
     if _step.session is not None:
         _step.session.kept.clear()
-    return {place.storage for place in _step.given if not place.is_free()}
 
 
 class Graph:

@@ -162,7 +162,7 @@ class Recorded:
         places: list[Tensor | memory.Result] = []
         for output, grad in zip(outputs, grads, strict=True):
             place = written.get(grad.data_ptr())
-            if place is not None and grad.stride() == output.stride():
+            if place is not None and place.is_gradient and grad.stride() == output.stride():
                 places.append(place)
                 read.append(grad.detach())
             else:
@@ -178,6 +178,9 @@ class Recorded:
         self.session.kept += [grad for grad in graph.results if grad is not None]
         self._grads_in = places
         self._grads_out = [None if each is None else memory.Result(each) for each in graph.results]
+        for result in self._grads_out:
+            if result is not None:
+                result.is_gradient = True
         # From here on, what was saved and what was returned is memory of the session.
         self._history.clear()
         return graph
@@ -237,7 +240,9 @@ class _Replay(torch.autograd.Function):
 
 
 def _version(each: "Tensor | memory.Result") -> int:
-    return each._version if isinstance(each, Tensor) else each.version()
+    if isinstance(each, Tensor):
+        return 0 if each.is_inference() else each._version
+    return each.version()
 
 
 def _is(tensor: Tensor, known: tuple[weakref.ref[Tensor], int]) -> bool:

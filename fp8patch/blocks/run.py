@@ -219,7 +219,7 @@ class BlockCall:
         if "forward" in block.__dict__:
             self._leave("another forward was set on the instance (a hook of accelerate's?)")
             return block._call_impl(*args, **kwargs)
-        graphs = mode is GRAPHS and not _saved_through_hooks()
+        graphs = mode is GRAPHS and not (_saved_through_hooks() or _anomalies_are_sought())
         if not _hooked(block):
             return self._forward(graphs, *args, **kwargs)
         # Hooks on the block itself (FSDP's, or those that collect outputs) run as they are, around
@@ -324,6 +324,16 @@ def _saved_through_hooks() -> bool:
         "saved through hooks",
         "what blocks save for backward goes through hooks (checkpointing that is not reentrant, "
         "offloading): such blocks run compiled, but without CUDA graphs.",
+    )
+    return True
+
+
+def _anomalies_are_sought() -> bool:
+    """Then autograd reads every gradient back, which a graph can't be recorded of."""
+    if not torch.is_anomaly_enabled():
+        return False
+    messages.once(
+        "anomalies", "anomaly detection is on: blocks run compiled, but without CUDA graphs."
     )
     return True
 
