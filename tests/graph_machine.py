@@ -18,10 +18,15 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fp8patch
+from fp8patch.blocks import capture, memory, replay, run
 from fp8patch.blocks import graphs as blocks_graphs
-from fp8patch.blocks import memory, replay, run
 
 D = 16
+# Dynamo's own; every file of tests that compile has these.
+QUIET = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
 
 
 class Graph:
@@ -183,8 +188,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         self._replayed.append(replay.Replayed(aot_eager(graph, inputs), self.name))
         return self._replayed[-1]
 
-    monkeypatch.setattr(memory, "record", machine.record)
-    monkeypatch.setattr(memory, "alias", alias)
+    monkeypatch.setattr(capture, "record", machine.record)
+    monkeypatch.setattr(capture, "alias", alias)
     monkeypatch.setattr(memory, "_live", weakref.WeakSet())
     monkeypatch.setattr(memory, "_steps", 0)
     monkeypatch.setattr(memory, "begin", spoiling)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import fp8patch
 from fp8patch import messages
+from fp8patch.blocks import compiling
 from fp8patch.blocks import fuse as fusing
-from fp8patch.blocks import run
 from fp8patch.inspect.metrics import metrics
 from fp8patch.ops import quantize_form
 
@@ -49,7 +49,7 @@ class Graphs:
     def __init__(self, fuse: bool, keep_less: bool = False) -> None:
         self.casts: list[Counter[str]] = []
         self.saved: list[Any] = []
-        self._options = run._for_inductor(keep_less) if fuse else {}
+        self._options = compiling.for_inductor(keep_less) if fuse else {}
 
     def __call__(self, gm: Any, inputs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx
@@ -234,14 +234,14 @@ def test_inductor_takes_the_options(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(messages, "_seen", set())
-    options = run._for_inductor(keep_less=True)
+    options = compiling.for_inductor(keep_less=True)
     assert torch.compile(lambda x: x, options=dict(options)) is not None
     # A pass that somebody else has set stays, and that is said.
     with torch._inductor.config.patch(post_grad_custom_pre_pass=lambda graph: None):
-        assert run._for_inductor(keep_less=True).keys() == {"joint_custom_post_pass"}
+        assert compiling.for_inductor(keep_less=True).keys() == {"joint_custom_post_pass"}
     assert "post_grad_custom_pre_pass already" in capsys.readouterr().err
     with torch._inductor.config.patch(joint_custom_post_pass=lambda graph: None):
-        assert run._for_inductor(keep_less=True).keys() == {"post_grad_custom_pre_pass"}
+        assert compiling.for_inductor(keep_less=True).keys() == {"post_grad_custom_pre_pass"}
     assert "joint_custom_post_pass already" in capsys.readouterr().err
 
 
@@ -278,7 +278,7 @@ def test_inductors_own_code(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> No
     fused = losses_on_a_gpu(graphs)
     # Without graphs, the activation's gradient is an operator already: see keep_less.py.
     assert calls == ([False, True] * 2 if graphs else [False, True, False])
-    monkeypatch.setattr(run, "_for_inductor", lambda keep_less: {})
+    monkeypatch.setattr(compiling, "for_inductor", lambda keep_less: {})
     apart = losses_on_a_gpu(graphs)
     assert len(calls) == (4 if graphs else 3)
     # Some FP8 values are one step off.

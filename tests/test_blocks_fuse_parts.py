@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
-from fp8patch.blocks import fuse_parts, run
+from fp8patch.blocks import compiling, fuse_parts
 from fp8patch.blocks.fuse import FUSE_CASTS
 
 aten = torch.ops.aten
@@ -166,7 +166,7 @@ def test_inductors_own_code(block: Block, graphs: bool, monkeypatch: pytest.Monk
     monkeypatch.setattr(fuse_parts, "join", lambda *args: calls.append(plain(*args)) or calls[-1])
     fused = losses_on_a_gpu(graphs, block)
     assert sorted(calls) == [False] * 3 + [True]
-    monkeypatch.setattr(run, "_for_inductor", lambda keep_less: {})
+    monkeypatch.setattr(compiling, "for_inductor", lambda keep_less: {})
     apart = losses_on_a_gpu(graphs, block)
     assert len(calls) == 4
     # The casts are equal to the bit; attention's backward need not be from run to run.

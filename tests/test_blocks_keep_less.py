@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import fp8patch
 from fp8patch import numerics
-from fp8patch.blocks import keep_less, run
+from fp8patch.blocks import compiling, keep_less
 from fp8patch.ops import activation_grads
 
 transformers = pytest.importorskip("transformers")
@@ -319,7 +319,7 @@ def test_inductors_own_code(
     less = losses_on_a_gpu(graphs, block)
     # CUDA graphs are asked for speed.
     assert (1 in calls) is not graphs
-    monkeypatch.setattr(run, "_for_inductor", lambda keep_less: {})
+    monkeypatch.setattr(compiling, "for_inductor", lambda keep_less: {})
     apart = losses_on_a_gpu(graphs, block)
     # Some FP8 values are one step off.
     assert less == pytest.approx(apart, rel=1e-3)

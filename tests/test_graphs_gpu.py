@@ -15,8 +15,8 @@ from torch import Tensor
 
 import fp8patch
 from fp8patch import messages
+from fp8patch.blocks import capture, compiling, memory
 from fp8patch.blocks import graphs as blocks_graphs
-from fp8patch.blocks import memory, run
 from fp8patch.numerics import sqnr
 from fp8patch.scaling import Bank
 
@@ -98,12 +98,12 @@ def both(
     compiled, graphed = build(), build()
     fp8patch.compile_blocks(compiled)
     # With the casts that graphs have, to the last bit.
-    options = run._for_inductor
+    options = compiling.for_inductor
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "_for_inductor", lambda keep_less: options(keep_less=False))
+        patch.setattr(compiling, "for_inductor", lambda keep_less: options(keep_less=False))
         expected = loop(compiled)
     torch._dynamo.reset()
-    before = memory.recorded()
+    before = capture.recorded()
     found = fp8patch.compile_blocks(graphed, cuda_graphs=True)
     seen = loop(graphed)
     assert found.left == {}
@@ -114,7 +114,7 @@ def both(
     }
     first = list(different.items())[:20]
     assert not different, f"{len(different)} of {len(seen)} differ: {first}"
-    recorded = memory.recorded() - before
+    recorded = capture.recorded() - before
     assert recorded >= least
     if graphs is not None:
         assert recorded <= graphs
@@ -348,12 +348,12 @@ def test_other_weights_are_loaded() -> None:
 
     eager, graphed = llama(), llama()
     expected = losses(eager)
-    before = memory.recorded()
+    before = capture.recorded()
     found = fp8patch.compile_blocks(graphed, cuda_graphs=True)
     seen = losses(graphed)
     assert found.left == {}
     # What they replay reads scales and weights where these lie.
-    assert memory.recorded() - before == BOTH_WAYS
+    assert capture.recorded() - before == BOTH_WAYS
     assert seen == pytest.approx(expected, rel=0.05)
 
 

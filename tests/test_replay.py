@@ -4,17 +4,25 @@ from typing import Any
 
 import pytest
 import torch
-from graph_machine import LAYERS, Block, Machine, Model, Trace, both, data, gradients, training
+from graph_machine import (
+    LAYERS,
+    QUIET,
+    Block,
+    Machine,
+    Model,
+    Trace,
+    both,
+    data,
+    gradients,
+    training,
+)
 from torch import Tensor, nn
 
 import fp8patch
+from fp8patch.blocks import capture, memory, replay
 from fp8patch.blocks import graphs as blocks_graphs
-from fp8patch.blocks import memory, replay
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
+pytestmark = QUIET
 
 
 def test_steps(machine: Machine) -> None:
@@ -226,7 +234,7 @@ def test_what_cannot_be_recorded_runs_without(
     def refuse(function: Any, device: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(memory, "record", refuse)
+    monkeypatch.setattr(capture, "record", refuse)
     both(training)
     assert "(Block): no CUDA graph can be recorded, operation not" in capsys.readouterr().err
 

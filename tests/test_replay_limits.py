@@ -6,6 +6,7 @@ import pytest
 import torch
 from graph_machine import (
     LAYERS,
+    QUIET,
     Block,
     D,
     Machine,
@@ -19,10 +20,7 @@ import fp8patch
 from fp8patch import messages
 from fp8patch.blocks import memory, replay
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
+pytestmark = QUIET
 
 
 class Moving(Block):

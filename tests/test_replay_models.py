@@ -8,6 +8,7 @@ import pytest
 import torch
 from graph_machine import (
     LAYERS,
+    QUIET,
     Block,
     D,
     Machine,
@@ -22,12 +23,9 @@ from torch import Tensor, nn
 
 import fp8patch
 from fp8patch import messages
-from fp8patch.blocks import memory
+from fp8patch.blocks import capture
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
+pytestmark = QUIET
 
 
 class Siamese(Model):
@@ -207,7 +205,7 @@ def test_a_backward_that_cannot_be_recorded(
     model = Model()
     fp8patch.compile_blocks(model, cuda_graphs=True)
     training(model, steps=1)
-    monkeypatch.setattr(memory, "record", refuse)
+    monkeypatch.setattr(capture, "record", refuse)
     with pytest.raises(RuntimeError, match=r"could not be recorded .*operation not permitted"):
         model(data(0))["loss"].backward()
     assert "(Block): no CUDA graph can be recorded, operation not" in capsys.readouterr().err

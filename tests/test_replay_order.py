@@ -6,6 +6,7 @@ import pytest
 import torch
 from graph_machine import (
     LAYERS,
+    QUIET,
     Block,
     D,
     Machine,
@@ -20,10 +21,7 @@ from torch import Tensor, nn
 
 import fp8patch
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
+pytestmark = QUIET
 
 
 class Two(Model):

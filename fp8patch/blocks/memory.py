@@ -13,13 +13,14 @@ tells whether somebody still has it.
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8patch import messages
+from fp8patch.blocks import capture
 
 __all__ = [
     "Graph",
@@ -27,20 +28,15 @@ __all__ = [
     "Session",
     "Step",
     "abandon",
-    "alias",
     "alive",
     "begin",
     "end_forward",
     "let_go",
     "new_session",
     "owned",
-    "record",
-    "recorded",
     "step",
     "viewed",
 ]
-
-_T = TypeVar("_T")
 
 # Sessions that may be given up for one that has more of a step in it; after that, what is missing
 # in a session runs without graphs. So many steps pay for one more.
@@ -50,9 +46,13 @@ _MOST_SESSIONS, _STALE = 128, 1000
 
 
 class Result:
-    """Where a graph writes one of its results, and who holds what lies there."""
+    """Where a graph writes one of its results, and who holds what lies there.
 
-    def __init__(self, tensor: Tensor) -> None:
+    Attributes:
+        is_gradient: A backward's.
+    """
+
+    def __init__(self, tensor: Tensor, is_gradient: bool = False) -> None:
         storage = tensor.untyped_storage()
         self._described = {
             "nbytes": storage.nbytes(),
@@ -65,8 +65,7 @@ class Result:
         }
         self.address = tensor.data_ptr()
         self.storage: int = storage.data_ptr()
-        # Of a backward, that is.
-        self.is_gradient = False
+        self.is_gradient = is_gradient
         # While what was recorded is held; after that, a tensor that owns nothing, whose storage
         # is that of all that is handed out, and how many hold that storage when nobody else does.
         self._recorded: StorageWeakRef | None = None
@@ -77,7 +76,7 @@ class Result:
     def tensor(self) -> Tensor:
         """What lies here, without owning it."""
         if self._alias is None:
-            self._alias = alias(self._described)
+            self._alias = capture.alias(self._described)
             self._storage = self._alias.untyped_storage()
             self._idle = _holders(self._storage)
         return self._alias.detach()
@@ -179,8 +178,6 @@ _step = Step()
 _live: "weakref.WeakSet[Session]" = weakref.WeakSet()
 _steps = 0
 _renewals = 0
-_recorded = 0
-_pools: dict[torch.device, tuple[Any, Any, Any]] = {}
 
 
 def step() -> Step:
@@ -291,7 +288,7 @@ class Graph:
     def __init__(self, function: Callable[[], Any], device: torch.device, session: Session) -> None:
         # What this graph may write, beside what the graphs before it may.
         freed = [place for place in session.held if place.is_free()]
-        self._graph, self.results = record(function, device)
+        self._graph, self.results = capture.record(function, device)
         session.held = [place for place in session.held if place not in freed]
         session.freed.append(freed)
         self._session, self._index = session, len(session.freed) - 1
@@ -310,43 +307,7 @@ class Graph:
         _step.ran = self._index
 
 
-def record(function: Callable[[], _T], device: torch.device) -> tuple[Any, _T]:
-    """(CUDA graph, result) of what `function` launches."""
-    global _recorded
-    _recorded += 1
-    with torch.cuda.device(device):
-        if device not in _pools:
-            place = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-            # A pool ends with the last of its graphs, and could not be recorded into again. This
-            # one stays.
-            keeper, _ = _capture(lambda: torch.zeros(1, device=device), *place)
-            _pools[device] = *place, keeper
-        return _capture(function, *_pools[device][:2])
-
-
-def _capture(function: Callable[[], _T], pool: Any, stream: Any) -> tuple[Any, _T]:
-    graph = torch.cuda.CUDAGraph()
-    how = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
-    with torch.cuda.graph(graph, **how):
-        result = function()
-    return graph, result
-
-
 def _holders(storage: Any) -> int:
     """How many tensors and others hold a storage."""
     found: int = torch._C._storage_Use_Count(storage._cdata)
-    return found
-
-
-def recorded() -> int:
-    """How many graphs were recorded in this process."""
-    return _recorded
-
-
-def alias(described: dict[str, Any]) -> Tensor:
-    """A tensor over memory that it does not own."""
-    where = (described[name] for name in ("data_ptr", "device", "nbytes"))
-    storage = torch._C._construct_storage_from_data_pointer(*where)
-    found: Tensor
-    found = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(described, storage)
     return found

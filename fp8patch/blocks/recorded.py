@@ -177,10 +177,10 @@ class Recorded:
             graph = memory.Graph(differentiate, self._device, self.session)
         self.session.kept += [grad for grad in graph.results if grad is not None]
         self._grads_in = places
-        self._grads_out = [None if each is None else memory.Result(each) for each in graph.results]
-        for result in self._grads_out:
-            if result is not None:
-                result.is_gradient = True
+        self._grads_out = [
+            None if grad is None else memory.Result(grad, is_gradient=True)
+            for grad in graph.results
+        ]
         # From here on, what was saved and what was returned is memory of the session.
         self._history.clear()
         return graph

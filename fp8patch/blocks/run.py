@@ -10,16 +10,15 @@ either, in silence.
 """
 
 import functools
-import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from fp8patch import messages, regions
-from fp8patch.blocks import memory
+from fp8patch.blocks import compiling, memory
 from fp8patch.blocks.replay import Replayed, arguments_of
 from fp8patch.modules.base import Float8Module
 from fp8patch.modules.weights import prepare
@@ -38,11 +37,6 @@ _MOST_SHAPES = 8
 _GRAPHS_A_VARIANT = 4
 # A block's calls that can't be compiled, beside others that were, until it is left eager.
 _MOST_ODD_CALLS = 4
-# What isn't done where somebody else's pass is in the place of ours.
-_UNDONE = {
-    "joint_custom_post_pass": "blocks keep transposes that only backward reads",
-    "post_grad_custom_pre_pass": "activations are not computed by the casts that read them",
-}
 
 
 class Structure:
@@ -89,14 +83,18 @@ class Structure:
         """A function of (block, args, kwargs)."""
         function = self._compiled.get(dynamic)
         if function is None:
-            function = self._compiled[dynamic] = _compile(dynamic, self._backend, self._limit)
+            function = self._compiled[dynamic] = compiling.compile_forward(
+                dynamic, self._backend, self._limit
+            )
         return function
 
     def _with_graphs(self, graph: Any, inputs: Any) -> Replayed:
         """Inductor, as `torch.compile` calls a backend; what it makes can run as CUDA graphs."""
         from torch._inductor.compile_fx import compile_fx
 
-        compiled: Any = compile_fx(graph, inputs, config_patches=_for_inductor(keep_less=False))
+        compiled: Any = compile_fx(
+            graph, inputs, config_patches=compiling.for_inductor(keep_less=False)
+        )
         replayed = Replayed(compiled, self.name)
         self._replayed.append(replayed)
         return replayed
@@ -105,83 +103,6 @@ class Structure:
         """Record CUDA graphs anew."""
         for replayed in self._replayed:
             replayed.forget()
-
-
-def _compile(dynamic: bool, backend: str | Callable[..., Any], limit: int) -> Callable[..., Any]:
-    options: dict[str, Any] = {"fullgraph": True, "backend": backend}
-    if backend == "inductor":
-        options["options"] = _for_inductor(keep_less=True)
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        options["recompile_limit"] = max(limit, torch._dynamo.config.recompile_limit)
-    elif torch._dynamo.config.recompile_limit < limit:
-        torch._dynamo.config.recompile_limit = limit
-    compiled: Callable[..., Any] = torch.compile(_own_code(), **options)
-    return _for_any_shape(compiled) if dynamic else compiled
-
-
-def _for_inductor(keep_less: bool) -> dict[str, Any]:
-    """`keep_less`: for memory, and up to 2 % of a step; CUDA graphs are asked for speed."""
-    import torch._inductor
-
-    from fp8patch.blocks.fuse import FUSE_CASTS
-    from fp8patch.blocks.keep_less import KEEP_LESS
-
-    options: dict[str, Any] = {}
-    passes: dict[str, Any] = {"post_grad_custom_pre_pass": FUSE_CASTS}
-    if keep_less:
-        passes["joint_custom_post_pass"] = KEEP_LESS
-    for place, ours in passes.items():
-        if getattr(torch._inductor.config, place) is None:
-            options[place] = ours
-        else:
-            messages.once(place, f"Inductor has a {place} already, so {_UNDONE[place]}.")
-    return options
-
-
-def _own_code() -> Callable[..., Any]:
-    """A function whose graphs, recompiles and record of moving sizes are its own: Dynamo keeps them
-    by code object, and `block.compile()` would have all classes of all models share one."""
-
-    def forward(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return type(block).forward(block, *args, **kwargs)
-
-    number = next(_numbers)
-    # The sizes that move are kept by name and line.
-    forward.__code__ = forward.__code__.replace(
-        co_name=f"fp8patch_block_{number}", co_firstlineno=forward.__code__.co_firstlineno
-    )
-    return forward
-
-
-_numbers = iter(range(1 << 62))
-
-
-def _for_any_shape(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have every size of every tensor be able to move, and sizes that are equal by chance (1024
-    tokens of 1024 features) be told apart. `dynamic=True` would do the same to the numbers on the
-    modules, which then costs a second tracing."""
-    import torch.fx.experimental._config as config
-
-    apart = config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-
-    def call(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        _mark(args)
-        _mark(kwargs.values())
-        with apart:
-            return function(block, args, kwargs)
-
-    return call
-
-
-def _mark(values: Iterable[Any]) -> None:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            # A mask is the same object for every block.
-            if not hasattr(value, "_dynamo_weak_dynamic_indices"):
-                moving = [i for i, size in enumerate(value.shape) if size > 1]
-                torch._dynamo.maybe_mark_dynamic(value, moving)
-        elif isinstance(value, tuple | list):
-            _mark(value)
 
 
 class BlockCall:

@@ -49,24 +49,11 @@ GRADS: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]] = {
 
 
 def _now(
-    x: Tensor,
-    y: Tensor | None,
-    grad: Tensor,
-    form: str,
-    scale_inv: Tensor,
-    scale: Tensor,
-    amax: Tensor,
-    counts: Tensor,
-    scale_y: Tensor | None,
-    amax_y: Tensor | None,
-    counts_y: Tensor | None,
-    limit: float,
-    e5m2: bool,
-    observe: bool,
-    column_sums: bool,
+    x: Tensor, y: Tensor | None, grad: Tensor, form: str, scale_inv: Tensor, *terms: Any
 ) -> tuple[Tensor, ...]:
+    scale, amax, counts, scale_y, amax_y, counts_y, limit, e5m2, observe, column_sums = terms
     slots = [(scale, amax, counts)]
-    if scale_y is not None and amax_y is not None and counts_y is not None:
+    if scale_y is not None:
         slots.append((scale_y, amax_y, counts_y))
     # A cold scale needs the amax first, for which the gradient has to be there.
     cold = any(is_cold(scale) for scale, *_ in slots)
@@ -98,22 +85,9 @@ def _now(
 
 
 def _fake(
-    x: Tensor,
-    y: Tensor | None,
-    grad: Tensor,
-    form: str,
-    scale_inv: Tensor,
-    scale: Tensor,
-    amax: Tensor,
-    counts: Tensor,
-    scale_y: Tensor | None,
-    amax_y: Tensor | None,
-    counts_y: Tensor | None,
-    limit: float,
-    e5m2: bool,
-    observe: bool,
-    column_sums: bool,
+    x: Tensor, y: Tensor | None, grad: Tensor, form: str, scale_inv: Tensor, *terms: Any
 ) -> tuple[Tensor, ...]:
+    scale, _, _, scale_y, _, _, _, e5m2, _, column_sums = terms
     dtype = dtype_of(e5m2)
     m, k = x.shape
 
