@@ -172,7 +172,7 @@ def test_gradients_in_the_graphs_memory_are_copied_out(
         memories = {lies.untyped_storage().data_ptr() for _, lies, _ in before.values()}
         return memories & {p.grad.untyped_storage().data_ptr() for p in inside}
 
-    monkeypatch.setattr(blocks_graphs, "_alive", alive)
+    monkeypatch.setattr(memory, "alive", alive)
     watched.forward()["loss"].backward()
     assert watched.modes == ["graphs", "graphs"]
     for p in inside:
@@ -183,7 +183,7 @@ def test_gradients_in_the_graphs_memory_are_copied_out(
         assert torch.allclose(p.grad, 2 * value)
     assert watched.model.scale.grad is outside
     # What somebody else holds can't be moved.
-    monkeypatch.setattr(blocks_graphs, "_alive", lambda: {1})
+    monkeypatch.setattr(memory, "alive", lambda: {1})
     watched.forward()
     assert watched.modes[-1] == "compiled"
 

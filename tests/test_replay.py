@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 import fp8patch
 from fp8patch.blocks import capture, memory, replay
-from fp8patch.blocks import graphs as blocks_graphs
 
 pytestmark = QUIET
 
@@ -41,7 +40,7 @@ def test_without_the_rescue_gradients_are_lost(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the test above would show."""
-    monkeypatch.setattr(blocks_graphs, "_alive", set)
+    monkeypatch.setattr(memory, "alive", set)
     with pytest.raises(AssertionError):
         both(lambda model: training(model, micro=3))
 

@@ -108,7 +108,7 @@ class Graphs:
         waits = _step.waits()
         if not waits:
             memory.abandon()
-        if waits or ((alive := _alive()) and not _rescue_gradients(alive)):
+        if waits or ((alive := memory.alive()) and not _rescue_gradients(alive)):
             messages.once(
                 "graphs are in use",
                 "a training forward began while another one waited for its backward, or while its "
@@ -229,11 +229,6 @@ def _is_freed(node: Any) -> bool:
         return "second time" in str(error)
 
 
-def _alive() -> set[int]:
-    """Addresses of what the graphs of the last step have written, and somebody still holds."""
-    return memory.alive()
-
-
 def _rescue_gradients(alive: set[int]) -> bool:
     """Copy gradients out of the graphs' memory; returns whether nothing else is alive there.
 
@@ -241,7 +236,7 @@ def _rescue_gradients(alive: set[int]) -> bool:
     """
     movable = alive - memory.viewed()
     _copy_out([p for graphs in list(_all) for p in graphs.parameters() if _is_inside(p, movable)])
-    return not _alive()
+    return not memory.alive()
 
 
 def _is_inside(parameter: Tensor, alive: set[int]) -> bool:
