@@ -18,6 +18,7 @@ from trap_models import blocks, llama, noise, tokens
 import fp8patch
 from fp8patch.errors import HardwareError
 from fp8patch.inject import compat, conflicts, patch
+from fp8patch.inject.report import write_report
 
 
 def steps(model: Any, count: int) -> None:
@@ -65,7 +66,11 @@ def test_a_report_that_cannot_be_written_ends_nothing(
     with armed(backend="emulate", report=tmp_path / "none" / "report.json") as run:
         steps(llama(), 2)
         assert run.record.steps == 2
-    assert "can't be written there" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert said.count("the report can't be written, and the run goes on.") == 1
+        write_report(run, "finished")
+    assert "the last report can't be written: what is there is older." in capsys.readouterr().err
+    assert "cannot be written: No such file or directory" in said
 
 
 def test_check_stops_after_the_third_step(capsys: pytest.CaptureFixture[str]) -> None:

@@ -264,3 +264,17 @@ def test_a_70b_model_takes_little_memory(tmp_path: Path) -> None:
 def test_layers_without_slots_do_not_exist() -> None:
     assert layers_of([]) == []
     assert Layer("a", (points(),)).worst.path == "a"
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [("running", "No point was taken yet"), ("failed", "ended before a point was taken")],
+)
+def test_a_run_without_a_point_says_whether_it_goes_on(state: str, said: str) -> None:
+    from types import SimpleNamespace
+
+    from fp8patch.cli.inspect_view import _nothing
+
+    values = {"format_version": 2, "models": [{"plan": {}}, {"plan": {"a": 1}}], "state": state}
+    source: Any = SimpleNamespace(kind="report", values=values)
+    assert said in _nothing(source)

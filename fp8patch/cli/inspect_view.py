@@ -157,7 +157,8 @@ def _headline(source: "Source") -> str:
         return f"{name}{what}, a patched model\n"
     values = source.values
     where = f"{values['execution'] or values['backend']} on {values['device'] or 'no device'}"
-    return f"{name}{what}, {values['steps']} steps, {escape(values['state'] + ', ' + where)}\n"
+    steps = f"{values['steps']} step" + ("" if values["steps"] == 1 else "s")
+    return f"{name}{what}, {steps}, {escape(values['state'] + ', ' + where)}\n"
 
 
 def _nothing(source: "Source") -> str:
@@ -167,7 +168,9 @@ def _nothing(source: "Source") -> str:
         return "This report was written before slots had a history; run it again with this version."
     if not any(model.get("plan") for model in source.values["models"]):
         return "Nothing ran in FP8 in this run, so there is nothing to see of it."
-    return "The run ended before a point was taken: no optimizer step was finished."
+    if source.values["state"] == "running":
+        return "No point was taken yet: look again when the run has finished more steps."
+    return "The run ended before a point was taken."
 
 
 def _facts(sources: "list[Source]") -> list[tuple[str, list[str]]]:

@@ -48,8 +48,8 @@ def compile_model(
         return None
     if rank() == 0:
         messages.note(
-            f"{type(model).__name__}: {len(found.names)} blocks are compiled when they are first "
-            "called after the observed step, which takes a while."
+            f"{type(model).__name__}: what it repeats ({len(found.names)} in all) is compiled when "
+            "it is first called after the observed step, which takes a while."
         )
     return found
 

@@ -53,19 +53,19 @@ def rank() -> int:
     return place()[0]
 
 
-def write_json(path: str, values: dict[str, Any]) -> bool:
-    """Replace the file in one piece, a line a key; False (and silent) where that can't be done."""
+def write_json(path: str, values: dict[str, Any]) -> str:
+    """Replace the file in one piece, a line a key; why that can't be done, or ""."""
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()]
     return write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def write_text(path: str, text: str) -> bool:
+def write_text(path: str, text: str) -> str:
     """As `write_json`."""
     try:
         publish(Path(path), lambda partial: partial.write_text(text, encoding="utf-8"))
-    except Fp8PatchError:
-        return False
-    return True
+    except Fp8PatchError as error:
+        return str(error)
+    return ""
 
 
 class Status:

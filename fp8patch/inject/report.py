@@ -293,8 +293,11 @@ def _model(model: "Model") -> dict[str, Any]:
 def write_report(run: "Facts", state: str) -> None:
     """Refresh the file; a run does not end because its report can't be written."""
     path = run.options.report
-    if path is not None and not write_json(path, report(run, state)):
-        messages.once("no report", f"{path}: the report can't be written there; the run goes on.")
+    why = "" if path is None else write_json(path, report(run, state))
+    if why and state == "running":
+        messages.once("no report", f"the report can't be written, and the run goes on. {why}")
+    elif why:
+        messages.warn(f"the last report can't be written: what is there is older. {why}")
 
 
 def _ms(seconds: float) -> str:

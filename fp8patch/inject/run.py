@@ -237,7 +237,8 @@ class Run:
             late = self.options.sets_bf16 and os.environ.pop(_BF16_ENV, None) is not None
             rest = " Accelerate was told to use BF16, and does." if late else ""
             if self.options.compiles:
-                rest += " Nothing is compiled either: --no-fp8 --compile does that."
+                rest += " Nothing is compiled either: --no-fp8 --compile compiles without FP8."
+                rest += " CUDA graphs need a GPU." if self.options.cuda_graphs else ""
             if rank() == 0:
                 messages.note(
                     f"FP8 is off: {hardware.reason} The script runs in its own precision; "
