@@ -1,5 +1,6 @@
 """How a block's forward is handed to `torch.compile`: once for the first sizes, once for any."""
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,8 +9,9 @@ import torch
 from torch import nn
 
 from fp8patch import messages
+from fp8patch.blocks import wide_rows
 
-__all__ = ["compile_forward", "for_inductor"]
+__all__ = ["compile_forward", "for_inductor", "inductor"]
 
 # What isn't done where somebody else's pass is in the place of ours.
 _UNDONE = {
@@ -27,15 +29,28 @@ def compile_forward(
         dynamic: For any sizes, and not for those that it meets.
         limit: How many graphs it may have.
     """
-    options: dict[str, Any] = {"fullgraph": True, "backend": backend}
     if backend == "inductor":
-        options["options"] = for_inductor(keep_less=True)
+        backend = functools.partial(inductor, keep_less=True)
+    options: dict[str, Any] = {"fullgraph": True, "backend": backend}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options["recompile_limit"] = max(limit, torch._dynamo.config.recompile_limit)
     elif torch._dynamo.config.recompile_limit < limit:
         torch._dynamo.config.recompile_limit = limit
     compiled: Callable[..., Any] = torch.compile(_own_code(), **options)
     return _for_any_shape(compiled) if dynamic else compiled
+
+
+def inductor(graph: Any, inputs: Any, *, keep_less: bool) -> Callable[..., Any]:
+    """Inductor, as `torch.compile` calls a backend, with what is ours in it."""
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(
+        graph,
+        inputs,
+        inner_compile=wide_rows.compile_inner,
+        config_patches=for_inductor(keep_less),
+    )
+    return compiled  # type: ignore[no-any-return]
 
 
 def for_inductor(keep_less: bool) -> dict[str, Any]:

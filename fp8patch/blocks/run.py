@@ -90,11 +90,7 @@ class Structure:
 
     def _with_graphs(self, graph: Any, inputs: Any) -> Replayed:
         """Inductor, as `torch.compile` calls a backend; what it makes can run as CUDA graphs."""
-        from torch._inductor.compile_fx import compile_fx
-
-        compiled: Any = compile_fx(
-            graph, inputs, config_patches=compiling.for_inductor(keep_less=False)
-        )
+        compiled = compiling.inductor(graph, inputs, keep_less=False)
         replayed = Replayed(compiled, self.name)
         self._replayed.append(replayed)
         return replayed
