@@ -42,10 +42,17 @@ _MATMULS = frozenset({"linear", "matmul", "__matmul__", "mm", "bmm", "addmm"})
 
 
 class Observation:
-    """Notes of one bank's first training step. Holds no tensor alive."""
+    """Notes of one bank's first training step. Holds no tensor alive.
+
+    Attributes:
+        calls: {path: how often that module was called}.
+        frugal: What comes after this step needs less memory than it would, for blocks are compiled:
+            it keeps what it has to (modules/again.py).
+    """
 
     def __init__(self) -> None:
         self.calls: dict[str, int] = {}
+        self.frugal = False
         self._readers: dict[int, tuple[weakref.ref[Tensor], list[str]]] = {}
         self._siblings: dict[str, str] = {}
         self._norms: dict[int, tuple[weakref.ref[Tensor], str, int]] = {}

@@ -92,7 +92,7 @@ def enter_root(root: Any, args: Any) -> None:
                 bank.late.catch_up()
                 members[0].refresh_weights(members, training)
         if training and bank.observation is not None and not state.roots:
-            call.contexts = _observing(bank)
+            call.contexts = _observing(root, bank)
     state.roots.append(call)
     if region.training is not training:  # (Not where a root inside another one is called.)
         region = dataclasses.replace(region, training=training)
@@ -138,8 +138,9 @@ def _bind_compiled(root: nn.Module, bank: Bank, training: bool) -> None:
                     first_use(training)
 
 
-def _observing(bank: Bank) -> list[AbstractContextManager[Any]]:
+def _observing(root: nn.Module, bank: Bank) -> list[AbstractContextManager[Any]]:
     assert bank.observation is not None
+    bank.observation.frugal = any(m._compiled_call_impl is not None for m in root.modules())
     contexts: list[AbstractContextManager[Any]] = [WatchReaders(bank.observation)]
     if "torch._dynamo" in sys.modules:
         contexts.append(torch.compiler.set_stance("force_eager"))

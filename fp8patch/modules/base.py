@@ -14,12 +14,14 @@ from fp8patch import regions
 from fp8patch.backward import arm_backward
 from fp8patch.compiler import nothing_compiles, outside_compiler
 from fp8patch.modules import bias_copies, ready
+from fp8patch.modules.again import find_again
 from fp8patch.modules.extra_state import pack_state, unpack_state
 from fp8patch.modules.gemms import (
     Float8Gemms,
     GemmSpec,
     Operands,
     cast_input,
+    needs_transpose,
     rows_of,
     run_gemms,
     shared_input,
@@ -277,7 +279,7 @@ def _forward_in_eager(module: Any, input: Tensor, region: regions.Region) -> Ten
         observation.saw_input(module._fp8_path, input)
         observation.entering_module()
         try:
-            return _run_at_the_edge(module, input, spec, region)
+            return _run_at_the_edge(module, input, spec, region, observation.frugal)
         finally:
             observation.leaving_module()
     if observe and not region.reopened and not region.calibrating:
@@ -286,9 +288,11 @@ def _forward_in_eager(module: Any, input: Tensor, region: regions.Region) -> Ten
     return _run_at_the_edge(module, input, spec, region)
 
 
-def _run_at_the_edge(module: Any, input: Tensor, spec: GemmSpec, region: regions.Region) -> Tensor:
+def _run_at_the_edge(
+    module: Any, input: Tensor, spec: GemmSpec, region: regions.Region, frugal: bool = False
+) -> Tensor:
     """As `_run`; a module that is called by itself has to let backward know of the region."""
-    output = _run(module, module.weight, module.bias, input, spec)
+    output = _run(module, module.weight, module.bias, input, spec, frugal=frugal)
     if spec.observe and not region.reopened and not inside_root():
         arm_backward(output, module._fp8_bank, region)
     return output
@@ -301,6 +305,7 @@ def _run(
     input: Tensor,
     spec: GemmSpec,
     bias_copy: Tensor | None = None,
+    frugal: bool = False,
 ) -> Tensor:
     weight_q, slot, grad_slot = module._fp8_weight_q, module._fp8_input_slot, module._fp8_grad_slot
     output: Tensor
@@ -311,8 +316,12 @@ def _run(
         operands = Operands(weight_q, None, slot, grad_slot)
         output = Float8Gemms.apply(input, weight, bias, operands, spec)  # type: ignore[no-untyped-call]
     else:
-        input_q = shared_input(input, slot, spec, weight)
-        operands = Operands(weight_q, input_q, slot, grad_slot, bias_copy)
+        transpose = needs_transpose(spec, weight)
+        again = None
+        if frugal and transpose and spec.fprop and not spec.rowwise:
+            again = find_again(input, slot, spec.input_limit, spec.live)
+        input_q = shared_input(input, slot, spec, transpose and again is None)
+        operands = Operands(weight_q, input_q, slot, grad_slot, bias_copy, again)
         output = run_gemms(input, weight, bias, operands, spec)
     return output
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fp8patch.input_cache import recall, remember
+from fp8patch.modules.again import Again
 from fp8patch.modules.autograd_calls import first_order, quick_apply
 from fp8patch.ops.gemm import fp8_gemm
 from fp8patch.ops.quantize import quantize, quantize_rowwise
@@ -117,12 +118,11 @@ def rows_of(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def shared_input(input: Tensor, slot: Slot, spec: "GemmSpec", weight: Tensor) -> Quantized | None:
+def shared_input(input: Tensor, slot: Slot, spec: "GemmSpec", transpose: bool) -> Quantized | None:
     """The quantised input [..., K] of a layer, made once for all siblings; None if none is needed.
 
     Eager only.
     """
-    transpose = needs_transpose(spec, weight)
     if not (spec.fprop or transpose):
         return None
     key = input_key(slot, spec, transpose)
@@ -167,7 +167,8 @@ class Operands(NamedTuple):
     """What a call needs besides the tensors that autograd knows.
 
     In one argument, because autograd looks at each. `input` may be None: it is quantised by the
-    call then. So may `bias`: a copy of the bias in the dtype that the GEMM adds (bias_copies.py).
+    call then. So may `bias`: a copy of the bias in the dtype that the GEMM adds (bias_copies.py);
+    and `again`, without which the transpose of the input is kept.
     """
 
     weight: Quantized
@@ -175,6 +176,7 @@ class Operands(NamedTuple):
     input_slot: Slot
     grad_slot: Slot
     bias: Tensor | None = None
+    again: Again | None = None
 
 
 class Float8Gemms(torch.autograd.Function):
@@ -189,8 +191,9 @@ class Float8Gemms(torch.autograd.Function):
         operands: Operands,
         spec: GemmSpec,
     ) -> Tensor:
-        weight_q, input_q, input_slot, grad_slot, bias_copy = operands
+        weight_q, input_q, input_slot, grad_slot, bias_copy, again = operands
         ctx.spec, ctx.grad_slot = spec, grad_slot
+        ctx.again = None if again is None else again.make
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.dtypes = input.dtype, weight.dtype
         needs = ctx.needs_input_grad
@@ -222,6 +225,7 @@ class Float8Gemms(torch.autograd.Function):
             None if kept is None else kept.scale_inv_t,
             weight_q.rows_t if need_input and spec.dgrad else None,
             weight_q.scale_inv_t if need_input and spec.dgrad else None,
+            *(() if again is None else again.read),
         )
         if input.dim() != 2:
             shape = [*input.shape[:-1], features]
@@ -232,7 +236,7 @@ class Float8Gemms(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         spec: GemmSpec = ctx.spec
-        input, weight, input_t, input_inv_t, weight_t, weight_inv_t = ctx.saved_tensors
+        input, weight, input_t, input_inv_t, weight_t, weight_inv_t, *read = ctx.saved_tensors
         need_input, need_weight, need_bias, *_ = ctx.needs_input_grad
         n, k = ctx.features
         leading, grad_output = grad_output.shape[:-1], rows_of(grad_output)
@@ -266,6 +270,8 @@ class Float8Gemms(torch.autograd.Function):
             grad_input = _mm(grad_output, matrix, spec.out_dtype).to(input_dtype)
         if wgrad_fp8:
             assert grad_q is not None
+            if ctx.again is not None:
+                input_t = ctx.again(*read)
             grad_weight = _wgrad(grad_q, input_t, input_inv_t, spec, weight_dtype, n, k)
         elif need_weight:
             a, b = (input.t(), grad_output) if spec.in_out else (grad_output.t(), input)

@@ -1,0 +1,224 @@
+"""What the first, watched step keeps for backward (modules/again.py)."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fp8patch
+
+D = 32
+
+
+class Gelu(nn.Module):
+    def __init__(self, approximate: str = "none") -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate=self.approximate))
+
+
+class Silu(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.up(x)))
+
+
+class SwiGlu(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(D, 64), nn.Linear(D, 64), nn.Linear(64, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Attention(nn.Module):
+    """Of one head, whose output is joined by views alone on a CPU as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, dim=-1)
+        out = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(out.transpose(1, 2).reshape(x.shape))
+
+
+class Relu(nn.Module):
+    """Whose argument nobody keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([block, copy.deepcopy(block)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "gelu": Gelu,
+    "gelu tanh": lambda: Gelu("tanh"),
+    "silu": Silu,
+    "swiglu": SwiGlu,
+    "attention": Attention,
+}
+
+
+def first_forward(
+    block: Callable[[], nn.Module], recipe: str = "delayed", compiled: bool = True
+) -> tuple[Any, Tensor]:
+    torch.manual_seed(0)
+    model: Any = fp8patch.convert_model(Model(block()), recipe, include=("*",))
+    if compiled:
+        fp8patch.compile_blocks(model, backend="eager")
+    x = torch.randn(2, 16, D)
+    with torch.autocast("cpu", torch.bfloat16), fp8patch.autocast(backend="emulate"):
+        return model, model(x)
+
+
+def gemm_nodes(y: Tensor) -> Iterator[Any]:
+    pending, seen = [y.grad_fn], set[Any]()
+    while pending:
+        node: Any = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        pending.extend(following for following, _ in node.next_functions)
+        if node.name() == "Float8GemmsBackward":
+            yield node
+
+
+def transposes(y: Tensor) -> int:
+    """How many transposes of inputs are kept."""
+    return sum(bool(node.saved_tensors[2].numel()) for node in gemm_nodes(y))
+
+
+def grads(model: nn.Module, y: Tensor) -> list[Tensor]:
+    y.square().sum().backward()
+    found = [parameter.grad for parameter in model.parameters()]
+    return [grad for grad in found if grad is not None]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_gradients_are_the_same_to_the_last_bit(name: str, recipe: str) -> None:
+    model, y = first_forward(BLOCKS[name], recipe)
+    gemms = len(list(gemm_nodes(y)))
+    assert transposes(y) == gemms - 2
+    less = grads(model, y)
+    model, y = first_forward(BLOCKS[name], recipe, compiled=False)
+    assert transposes(y) == gemms
+    kept = grads(model, y)
+    assert len(less) == len(kept) == 2 * gemms
+    assert all(map(torch.equal, less, kept))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_what_is_read_is_kept_anyway(name: str) -> None:
+    model, y = first_forward(BLOCKS[name])
+    read = [tensor for node in gemm_nodes(y) for tensor in node.saved_tensors[6:]]
+    others = set()
+    pending, seen = [y.grad_fn], set[Any]()
+    while pending:
+        node: Any = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        pending.extend(following for following, _ in node.next_functions)
+        if node.name() != "Float8GemmsBackward":
+            for attribute in ("_saved_self", "_saved_other", "_saved_output"):
+                tensor = getattr(node, attribute, None)
+                if isinstance(tensor, Tensor):
+                    others.add(tensor.untyped_storage().data_ptr())
+    assert read
+    assert {tensor.untyped_storage().data_ptr() for tensor in read} <= others
+
+
+def test_where_nothing_keeps_the_argument_the_transpose_is_kept() -> None:
+    _, y = first_forward(Relu)
+    assert transposes(y) == 4
+
+
+def test_the_second_step_keeps_transposes() -> None:
+    model, y = first_forward(Gelu)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    y.sum().backward()
+    optimizer.step()
+    with torch.autocast("cpu", torch.bfloat16), fp8patch.autocast(backend="emulate"):
+        y = model(torch.randn(2, 16, D))
+    assert transposes(y) == 4
+
+
+def test_rowwise_keeps_them() -> None:
+    _, y = first_forward(Gelu, "rowwise")
+    assert transposes(y) == 4
+
+
+class Checkpointed(Gelu):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_checkpointing_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Tensor] = []
+    plain = fp8patch.modules.again._kept
+    monkeypatch.setattr(
+        fp8patch.modules.again, "_kept", lambda input: asked.append(input) or plain(input)
+    )
+    model, y = first_forward(Checkpointed)
+    assert not asked
+    assert len(grads(model, y)) == 8
+
+
+class Edited(Gelu):
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.up(x)
+        outer = F.gelu(inner)
+        with torch.no_grad():
+            inner.add_(1)
+        return self.down(outer)
+
+
+def test_what_was_written_to_since_is_not_read() -> None:
+    _, y = first_forward(Edited)
+    assert transposes(y) == 4
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+class EditedLater(Gelu):
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.up(x)
+        outer = self.down(F.gelu(inner))
+        with torch.no_grad():
+            inner.add_(1)
+        return outer
+
+
+def test_what_is_written_to_later_raises_as_in_stock_pytorch() -> None:
+    _, y = first_forward(EditedLater)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
