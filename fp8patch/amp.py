@@ -92,7 +92,11 @@ class autocast:
         if self._execution == "bf16":
             contexts = _bf16_autocasts()
         if self._execution == "off" and self._enabled and self._backend == "auto" and outer is None:
-            messages.once("auto is off", f"FP8 is off: {_hardware(detect).reason}")
+            messages.once(
+                "auto is off",
+                f"FP8 is off: {_hardware(detect).reason} To try it all the same, slowly: "
+                'autocast(backend="emulate").',
+            )
         self._outer.append((outer, len(state.roots), contexts))
         set_region(self._region_inside(outer))
         return self

@@ -239,6 +239,7 @@ def test_auto_without_fp8_is_off_and_says_so_once(
     assert said.count("\n") == 1
     assert said.startswith("fp8patch: FP8 is off: ")
     assert "no GPU is visible" in said
+    assert 'autocast(backend="emulate")' in said
 
 
 def test_fp8_without_fp8_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

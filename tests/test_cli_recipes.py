@@ -204,6 +204,17 @@ def test_check_with_a_model(tmp_path: Path) -> None:
     assert run("recipes", "check", file).exit_code == 0  # nothing to compare it with
 
 
+def test_check_says_why_a_model_has_nothing_in_fp8(tmp_path: Path) -> None:
+    model = write(tmp_path / "model", "llama")
+    file = tmp_path / "strict.yaml"
+    file.write_text("name: strict\nmin_gain: 50\n")
+    result = run("recipes", "check", file, "--model", model)
+    assert result.exit_code == 0
+    assert "No GEMM would run in FP8." in result.stdout
+    assert "slower" in result.stdout
+    assert "--min-gain 50" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [

@@ -126,6 +126,11 @@ class CompiledBlocks:
                 bank.late.wanted = True
                 self._banks.add(bank)
 
+    def __repr__(self) -> str:
+        found = [f"{name}: {count}" for name, count in self.structures.items()]
+        left = [f"{name} left eager: {why}" for name, why in self.left.items()]
+        return f"CompiledBlocks({'; '.join([*found, *left]) or 'no blocks'})"
+
     @property
     def ran_graphs(self) -> bool:
         """Did a training forward run as CUDA graphs, by now? Not on a CPU, nor under FSDP."""

@@ -2,7 +2,9 @@
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 from fp8patch import messages
 from fp8patch.blocks import wide_rows
 
-__all__ = ["compile_forward", "for_inductor", "inductor"]
+__all__ = ["compile_forward", "for_inductor", "inductor", "reason"]
 
 # What isn't done where somebody else's pass is in the place of ours.
 _UNDONE = {
@@ -74,6 +76,19 @@ def for_inductor(keep_less: bool) -> dict[str, Any]:
         else:
             messages.once(place, f"Inductor has a {place} already, so {_UNDONE[place]}.")
     return options
+
+
+def reason(error: Exception) -> str:
+    """Why something can't be compiled: what Dynamo says in its first line, and the line of the model
+    that it came to. (The rest of its text is of hints and settings, for those who compile.)"""
+    text = str(error)
+    places = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', text)
+    first = text.strip().splitlines()[0] if text.strip() else ""
+    what = messages.one_line(Exception(first)) if first and places else messages.one_line(error)
+    if not places:
+        return what
+    file, line, function = places[-1]
+    return f"{what}, at {function} in {Path(file).name}, line {line}"
 
 
 def _own_code() -> Callable[..., Any]:

@@ -195,8 +195,8 @@ class BlockCall:
         if type(error).__name__ == "FailOnRecompileLimitHit":
             self._leave("too many graphs: something in it changes from call to call")
             return
-        why = messages.one_line(error)
-        if "ContextVar" in why:
+        why = compiling.reason(error)
+        if "ContextVar" in str(error):
             why += " (a hook that collects hidden states or attentions?)"
         structure = self.structure
         self._odd_calls += 1

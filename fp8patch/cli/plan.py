@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fp8patch.plan.types import Decision, Group, Plan
     from fp8patch.recipe import Recipe
 
-__all__ = ["foot", "make_plan", "plan", "show"]
+__all__ = ["foot", "make_plan", "plan", "reasons", "show"]
 
 # What a plan asks for when neither the flag nor the recipe says: nothing that gets slower.
 _MIN_GAIN = 1.0
@@ -116,8 +116,8 @@ def show(plan: "Plan", screen: "Console", *, gpu: str, every: bool = False) -> N
     )
     screen.print(_table(_rows(plan, every), screen.width))
     screen.print()
-    for code, reason, times in _reasons(plan):
-        screen.print(f"[yellow]{code}[/] ({times}): {escape(reason)}")
+    for line in reasons(plan):
+        screen.print(line)
     for line in _overrides(plan):
         screen.print(line, markup=False)
     for line in foot(plan):
@@ -227,13 +227,15 @@ def _decision(decision: "Decision") -> str:
     return f"[green]{what}[/]" if decision.code == "ok" else f"[green]{what}[/] {decision.code}"
 
 
-def _reasons(plan: "Plan") -> list[tuple[str, str, int]]:
-    """Each sentence on a skip once, with the number of modules that it is said of.
+def reasons(plan: "Plan") -> list[str]:
+    """Each sentence on a skip once, with the number of modules that it is said of, with markup.
 
     What a row of the table shows (its sizes, its gain) is not said again below it.
     """
+    from rich.markup import escape
+
     times = Counter((d.code, _below(d, plan)) for d in plan.decisions if d.action == "skip")
-    return [(code, text, n) for (code, text), n in times.items()]
+    return [f"[yellow]{code}[/] ({n}): {escape(text)}" for (code, text), n in times.items()]
 
 
 def _below(decision: "Decision", plan: "Plan") -> str:

@@ -135,9 +135,12 @@ def check(
     if not changed:
         screen.print("  The same as the default, delayed.")
     if plan is not None:
-        from fp8patch.cli.plan import foot
+        from fp8patch.cli.plan import foot, reasons
 
         screen.print(foot(plan)[0].strip())
+        if not plan.summary()["converted_gemms"]:
+            for line in reasons(plan):
+                screen.print(line)
 
 
 def _entry(recipe: "Recipe", text: str, facts: "Facts") -> dict[str, Any]:
