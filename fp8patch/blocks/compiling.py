@@ -79,8 +79,8 @@ def for_inductor(keep_less: bool) -> dict[str, Any]:
 
 
 def reason(error: Exception) -> str:
-    """Why something can't be compiled: what Dynamo says in its first line, and the line of the model
-    that it came to. (The rest of its text is of hints and settings, for those who compile.)"""
+    """Why something can't be compiled: what Dynamo says in its first line, and which line of the
+    model it came to. (The rest of its text is of hints and settings, for those who compile.)"""
     text = str(error)
     places = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', text)
     first = text.strip().splitlines()[0] if text.strip() else ""
