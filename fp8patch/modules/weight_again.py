@@ -68,7 +68,8 @@ class Batch:
         """
         if self.asked != list(map(id, members)) or not self.paths.isdisjoint(seen):
             return False
-        owners = {each.owner for each in self.noted}
+        # (By id: a reference whose object is gone has no hash.)
+        owners = {id(each.owner): each.owner for each in self.noted}.values()
         if any(owner is None or owner() is None for owner in owners):
             return False
         live: bool = self.group[3]  # (then no scale is read)
