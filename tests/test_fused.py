@@ -65,6 +65,37 @@ for live in (False, True):
         lost_carry = got * 2 == want
         assert ((got - want).abs() <= want.abs() / 8 + 2**-9)[~lost_carry].all()
         assert one.rows._version > 0 and one.rows_t._version > 0
+
+# Into new tensors each time, with scales that fit. Which ones do is said here, not computed.
+largest, inf, nan = 448.0, float("inf"), float("nan")
+cases = [(1.0, 30.0, True), (29.0, 30.0, True), (30.0, 30.0, False), (1000.0, 30.0, False),
+         (1.0, 0.0, False), (1.0, -1.0, False), (1.0, nan, False), (1.0, inf, False),
+         (inf, 30.0, False), (nan, 30.0, False), (0.0, 30.0, True), (2 * 448.0 / 64, 64.0, True)]
+jobs, later = [], torch.empty(0)
+for top, scale, _ in cases:
+    weight = torch.rand(48, 80) * (top if 0 < top < inf else 1.0) / 2 * (top != 0)
+    weight[5, 7] = -top
+    jobs.append(Job(weight, later, later, later, torch.tensor(scale), torch.zeros(()),
+                    torch.zeros(4, dtype=torch.int64)))
+casts, kept = ManyCasts(jobs), []
+for observe in (True, False):
+    made = [(torch.empty(48, 80, dtype=numerics.E4M3), torch.empty(80, 48, dtype=numerics.E4M3),
+             torch.zeros(())) for _ in cases]
+    casts.run_into(made, largest, live=False, observe=observe)
+    kept.append(made)
+    for (top, scale, fits), job, (rows, rows_t, scale_inv) in zip(cases, jobs, made):
+        amax = numerics.amax(job.weight)
+        used = torch.tensor(scale) if fits else numerics.scale_from_amax(amax, largest)
+        assert torch.equal(scale_inv, used.reciprocal()), (top, scale)
+        assert torch.equal(rows_t.view(torch.uint8), rows.view(torch.uint8).t())
+        want = numerics.quantize(job.weight, used, numerics.E4M3).float()
+        near = (rows.float() - want).abs() <= want.abs() / 8 + 2**-9
+        assert (near | want.isnan() | (rows.float() * 2 == want)).all()
+        assert job.counts[3] == 48 * 80 and torch.equal(job.amax.isnan(), amax.isnan())
+for first, second in zip(*kept):
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+               for a, b in zip(first[:2], second[:2]))
+    assert first[0].data_ptr() != second[0].data_ptr() and first[0]._version == 0
 print("done")
 """
 

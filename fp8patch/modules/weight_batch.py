@@ -1,7 +1,8 @@
 """All weights that an optimizer has stepped, quantised in one launch.
 
-What is out of the ordinary (never quantised before, replaced, frozen, gathered by FSDP, not on a
-GPU) is left to `prepare`, one weight at a time.
+So are those whose changes nobody announces, in another one (weight_afresh.py). What is out of the
+ordinary (never quantised before, replaced, written, gathered by FSDP, not on a GPU) is left to
+`prepare`, one weight at a time.
 """
 
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8patch.modules import weight_afresh
 from fp8patch.modules.weight_again import Batch
 from fp8patch.modules.weights import is_fresh, note_quantized, settled_owner
 from fp8patch.ops.fused import many_casts
@@ -45,20 +47,28 @@ def refresh_together(members: list[Any], observe: bool) -> list[Any]:
 def _find_out(members: list[Any], asked: list[Any], observe: bool) -> list[Any]:
     """What can be cast together, of those that are `asked` about, and do it."""
     groups: dict[_Group, list[Any]] = {}
+    unsettled: dict[weight_afresh.Group, list[Any]] = {}
     left = []
     for module in asked:
         weight = module.weight
         if is_fresh(module, weight) and not module._fp8_weight_state.gathered:
             continue  # As at most entries: what follows takes longer to find that out.
-        if _can_join(module, weight, observe):
+        settled = settled_owner(module)
+        due = _is_due if settled else weight_afresh.is_due
+        if not (_is_ordinary(module, weight, settled) and due(module, observe)):
+            left.append(module)
+        elif not settled:
+            alike = weight_afresh.group_of(module, weight, observe)
+            unsettled.setdefault(alike, []).append(module)
+        else:
             first = observe and module._fp8_path not in module._fp8_bank.weights_seen
             live = module._fp8_recipe.scaling == "current"
             groups.setdefault((weight.device, weight.dtype, first, live), []).append(module)
-        else:
-            left.append(module)
-    if not groups and left and not any(map(settled_owner, left)):
-        # Their optimizer is gone, and with it whoever would use the tables again.
-        left[0]._fp8_bank.casts.clear()
+    if not groups:
+        _let_go(members)
+    for alike, modules in unsettled.items():
+        if not weight_afresh.cast_together(alike, modules, observe):
+            left.extend(modules)
     largest = max(groups.values(), key=len, default=[])
     for group, modules in groups.items():
         casts = _casts(group, modules) if len(modules) > 1 else None
@@ -74,13 +84,26 @@ def _find_out(members: list[Any], asked: list[Any], observe: bool) -> list[Any]:
     return left
 
 
-def _can_join(module: Any, weight: Tensor, observe: bool) -> bool:
+def _let_go(members: list[Any]) -> None:
+    """Forget the tables of what optimizers step, where they are gone, and whoever would use them.
+
+    (They keep quantised weights alive.)
+    """
+    casts = members[0]._fp8_bank.casts
+    theirs = casts.keys() - {weight_afresh.TABLES}
+    if theirs and not any(map(settled_owner, members)):
+        for key in theirs:
+            del casts[key]
+
+
+def _is_ordinary(module: Any, weight: Tensor, settled: bool) -> bool:
+    """Is all that may have happened to `weight` that its values have moved?"""
     known, quantized = module._fp8_weight_state, module._fp8_weight_q
     if type(weight) is not nn.Parameter or quantized is None or not _has_kernel(weight):
         return False
-    if not (known.outdated or (known.unseen and observe)) or known.replaced:
+    if known.replaced or known.moved(weight) or known.written(weight) or weight.dim() != 2:
         return False
-    if not settled_owner(module) or known.moved(weight) or known.written(weight):
+    if known.gathered and not settled:
         return False
     if weight.shape[0] % ALIGNMENT or weight.shape[1] % ALIGNMENT or not weight.is_contiguous():
         return False
@@ -89,6 +112,11 @@ def _can_join(module: Any, weight: Tensor, observe: bool) -> bool:
     scaling = module._fp8_recipe.scaling
     warm = scaling == "current" or not is_cold(module._fp8_weight_slot.scale)
     return scaling != "rowwise" and warm and module._fp8_device == weight.device
+
+
+def _is_due(module: Any, observe: bool) -> bool:
+    known = module._fp8_weight_state
+    return bool(known.outdated or (known.unseen and observe))
 
 
 def _has_kernel(weight: Tensor) -> bool:

@@ -5,7 +5,7 @@ weight, a step of a small model would spend more time on launching these casts t
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -21,13 +21,16 @@ from fp8patch.ops.triton.packing import ASSEMBLY
 TILE = (32, 64, 2)
 # Columns of the table of addresses, int64.
 _COLUMNS = 9
+# Which one casts: that of the slot, that of the weight's own amax, the slot's unless it clips most.
+Scales = Literal["slot", "live", "fits"]
 _POINTERS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class Job(NamedTuple):
     """One weight [R, C] in FP32, BF16 or FP16, contiguous, R and C multiples of 16.
 
-    rows (FP8 [R, C]), rows_t ([C, R]) and scale_inv are written; amax and counts are the slot.
+    rows (FP8 [R, C]), rows_t ([C, R]) and scale_inv are written (empty where each run is given new
+    ones); scale, amax and counts are the slot.
     """
 
     weight: Tensor
@@ -60,10 +63,18 @@ def _amax_kernel(
 
 
 @triton.jit
+def _scale_that_fits(scale, bits, limit, FLOOR: tl.constexpr):
+    """`scale`, or the live one where the weight has outgrown it by far."""
+    amax = tl.load(bits).to(tl.float32, bitcast=True)
+    fits = (scale > 0.0) & (amax * scale <= 2.0 * limit)
+    return tl.where(fits, scale, live_scale(bits, limit, FLOOR))
+
+
+@triton.jit
 def _cast_kernel(
     tiles, table, bits, limit, TYPE: tl.constexpr, COLUMNS: tl.constexpr,
     LARGEST: tl.constexpr, CLIPS: tl.constexpr, FLUSHES_TO: tl.constexpr, FLOOR: tl.constexpr,
-    LIVE: tl.constexpr, OBSERVE: tl.constexpr, PTX: tl.constexpr, BM: tl.constexpr,
+    SCALES: tl.constexpr, OBSERVE: tl.constexpr, PTX: tl.constexpr, BM: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -81,10 +92,12 @@ def _cast_kernel(
     cols = tl.multiple_of(_field(table, index, 8, COLUMNS).to(tl.int32), 16)
     w = down * (BM // 4) + tl.arange(0, BM // 4)
     k = across * BK + tl.arange(0, BK)
-    if LIVE:
+    if SCALES == "live":
         used = live_scale(bits + index, limit, FLOOR)
     else:
         used = tl.load(scale)
+    if SCALES == "fits":
+        used = _scale_that_fits(used, bits + index, limit, FLOOR)
     quantize_tile(
         x, x, x_fp8, x_fp8_t, amax, counts, used, w, k, rows, cols, cols, rows, cols, 1,
         LARGEST, CLIPS, FLUSHES_TO, OBSERVE, True, False, "", PTX,
@@ -96,14 +109,14 @@ def _cast_kernel(
 
 
 def _cast_constants(
-    dtype: torch.dtype, on_gpu: bool, live: bool, observe: bool, bm: int, bk: int
+    dtype: torch.dtype, on_gpu: bool, scales: Scales, observe: bool, bm: int, bk: int
 ) -> dict[str, Any]:
     return {
         "TYPE": _POINTERS[dtype],
         "COLUMNS": _COLUMNS,
         **CONSTANTS[numerics.E4M3],
         "FLOOR": numerics.AMAX_FLOOR,
-        "LIVE": live,
+        "SCALES": scales,
         "OBSERVE": observe,
         "PTX": ASSEMBLY[numerics.E4M3] if on_gpu else "",
         "BM": bm,
@@ -132,6 +145,7 @@ class ManyCasts:
             down, across = torch.arange(-(-rows // bm)), torch.arange(-(-cols // bk))
             grid = torch.cartesian_prod(torch.tensor([index]), down, across)
             tiles.append(grid.to(torch.int32))
+        self._addresses = table
         self._table = torch.tensor(table, dtype=torch.int64, device=device)
         self._tiles = torch.cat(tiles).to(device)
         self._bits = torch.zeros(len(jobs), dtype=torch.int32, device=device)
@@ -140,12 +154,44 @@ class ManyCasts:
 
     def run(self, limit: float, *, live: bool, observe: bool) -> None:
         """Cast every weight as it is now; arguments as in `ops.quantize.quantize`."""
+        self._launch(limit, "live" if live else "slot", observe)
+        torch.autograd.graph.increment_version(self._written)
+
+    def run_into(
+        self,
+        outputs: Sequence[tuple[Tensor, Tensor, Tensor]],
+        limit: float,
+        *,
+        live: bool,
+        observe: bool,
+    ) -> None:
+        """Cast into new tensors: the (rows, rows_t, scale_inv) of each job, which has empty ones.
+
+        The scale of a slot gives way to the live one where the weight times it passes twice
+        `limit`, or where it is not positive.
+        """
+        self._aim(outputs)
+        self._launch(limit, "live" if live else "fits", observe)
+
+    def _aim(self, outputs: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
+        addresses = [
+            [*row[:1], *(tensor.data_ptr() for tensor in made), *row[4:]]
+            for row, made in zip(self._addresses, outputs, strict=True)
+        ]
+        # (As a rule the allocator returns what the last ones have left.)
+        if addresses != self._addresses:
+            # Pinned, so that no one waits; it stays allocated until the copy has run.
+            pinned = self._table.is_cuda
+            table = torch.tensor(addresses, dtype=torch.int64, pin_memory=pinned)
+            self._table.copy_(table, non_blocking=True)
+            self._addresses = addresses
+
+    def _launch(self, limit: float, scales: Scales, observe: bool) -> None:
         grid, (bm, bk, warps), dtype = self._tiles.shape[0], TILE, self._dtype
         tensors = self._tiles, self._table, self._bits
-        if live:
+        if scales != "slot":
             self._bits.zero_()
             shapes = {"TYPE": _POINTERS[dtype], "COLUMNS": _COLUMNS, "BM": bm, "BK": bk}
             _amax((dtype, TILE), grid, tensors, (), shapes, warps)
-        constants = _cast_constants(dtype, self._tiles.is_cuda, live, observe, bm, bk)
-        _cast((dtype, live, observe, TILE), grid, tensors, (limit,), constants, warps)
-        torch.autograd.graph.increment_version(self._written)
+        constants = _cast_constants(dtype, self._tiles.is_cuda, scales, observe, bm, bk)
+        _cast((dtype, scales, observe, TILE), grid, tensors, (limit,), constants, warps)
