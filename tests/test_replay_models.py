@@ -111,16 +111,16 @@ def test_arguments_that_are_written_to(
 
 class Box:
     def __init__(self, value: Tensor) -> None:
-        self.value = value
+        self.value, self.factor = value, 1 + value
 
 
 class Boxed(Block):
     def forward(self, x: Tensor, mask: Any) -> Tensor:
-        return super().forward(x, mask.value)
+        return super().forward(x * mask.factor, mask.value)
 
 
 class Boxes(Model):
-    """An argument in an object that nobody looks into, which lives as long as the forward."""
+    """Arguments in an object that nobody looks into, which lives as long as the forward."""
 
     def __init__(self) -> None:
         super().__init__()

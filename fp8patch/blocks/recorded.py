@@ -115,13 +115,11 @@ class Recorded:
             _copied(inputs[i], buffer)
         if any(self._differentiable) and torch.is_grad_enabled():
             written = memory.step().written
+            kept = [inputs[i] for i in self._read_again]
             # Of what graphs have written, whoever holds it is counted.
-            kept = [
-                *(inputs[i] for i in self._read_again),
-                *(written[inputs[i].data_ptr()] for i in self._read_inside),
-            ]
+            places = [written[inputs[i].data_ptr()] for i in self._read_inside]
             inner = [inputs[i] for i in self._wrt]
-            return _Replay.apply(self, kept, *inner)  # type: ignore[no-untyped-call]
+            return _Replay.apply(self, kept, places, *inner)  # type: ignore[no-untyped-call]
         return self.forward()
 
     def forward(self) -> tuple[Tensor, ...]:
@@ -206,15 +204,19 @@ def _handed_out(graph: memory.Graph, places: list[Any], session: memory.Session)
 
 
 class _Replay(torch.autograd.Function):
-    """(record, what backward reads where it lies, inputs that have a gradient) -> the block's
-    outputs."""
+    """(record, what backward reads where it lies, what it reads of other graphs, inputs that have a
+    gradient) -> the block's outputs."""
 
     @staticmethod
     def forward(
-        ctx: Any, record: Recorded, kept: "list[Tensor | memory.Result]", *inputs: Tensor
+        ctx: Any,
+        record: Recorded,
+        kept: list[Tensor],
+        places: list[memory.Result],
+        *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.record, ctx.replayed = record, False
-        ctx.kept = [(each, _version(each)) for each in kept]
+        ctx.kept, ctx.places, ctx.versions = kept, places, _versions(kept, places)
         outputs = record.forward()
         ctx.mark_non_differentiable(*record.without_gradient(outputs))
         return outputs
@@ -227,22 +229,30 @@ class _Replay(torch.autograd.Function):
                 "Trying to backward through a block a second time: it ran as a CUDA graph, whose "
                 "memory is used again. Run without CUDA graphs (--compile, or cuda_graphs=False)."
             )
-        for each, version in ctx.kept:
-            if _version(each) != version:
-                tensor = each if isinstance(each, Tensor) else each.tensor()
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an "
-                    f"inplace operation: {tensor.type()} {list(tensor.shape)}, which a block read, "
-                    f"is at version {_version(each)}; expected version {version} instead."
-                )
-        ctx.replayed, ctx.kept = True, ()
-        return None, None, *ctx.record.backward(grads)
+        versions = _versions(ctx.kept, ctx.places)
+        if versions != ctx.versions:
+            read = [*ctx.kept, *(place.tensor() for place in ctx.places)]
+            written = zip(read, ctx.versions, versions, strict=True)
+            tensor, then, now = next(each for each in written if each[1] != each[2])
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {tensor.type()} {list(tensor.shape)}, which a block read, "
+                f"is at version {now}; expected version {then} instead."
+            )
+        ctx.replayed = True
+        found = ctx.record.backward(grads)
+        # Not before: what is allocated meanwhile would lie where backward reads.
+        ctx.kept, ctx.places = (), ()
+        return None, None, None, *found
 
 
-def _version(each: "Tensor | memory.Result") -> int:
-    if isinstance(each, Tensor):
-        return 0 if each.is_inference() else each._version
-    return each.version()
+def _versions(kept: list[Tensor], places: list[memory.Result]) -> list[int]:
+    """Of all that backward reads; of some 40 tensors twice a call, so it asks for nothing else."""
+    try:
+        found = [tensor._version for tensor in kept]
+    except RuntimeError:  # One made under inference_mode has none.
+        found = [0 if tensor.is_inference() else tensor._version for tensor in kept]
+    return found + [place.version() for place in places]
 
 
 def _is(tensor: Tensor, known: tuple[weakref.ref[Tensor], int]) -> bool:
