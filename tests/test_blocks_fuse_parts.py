@@ -50,6 +50,37 @@ class Unbound(nn.Module):
         return y
 
 
+class Indexed(Unbound):
+    """Attention as in many a script."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        qkv = self.qkv(x).reshape(batch, length, 3, HEADS, self.depth).permute(2, 0, 3, 1, 4)
+        v, q, k = qkv[2], qkv[0], qkv[1]
+        y: Tensor = x + self.proj(self.attend(q, k, v))
+        return y
+
+
+class TwiceIndexed(Unbound):
+    """Another operation reads a part as well, and adds to its gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        qkv = self.qkv(x).reshape(batch, length, 3, HEADS, self.depth).permute(2, 0, 3, 1, 4)
+        y: Tensor = x + self.proj(self.attend(qkv[0], qkv[1], qkv[2])) + qkv[0].square().mean()
+        return y
+
+
+class HalfIndexed(Unbound):
+    """A third of it is read by nobody: there the gradient is zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        qkv = self.qkv(x).reshape(batch, length, 3, HEADS, self.depth).permute(2, 0, 3, 1, 4)
+        y: Tensor = x + self.proj(self.attend(qkv[0], qkv[1], qkv[1]))
+        return y
+
+
 def heads(qkv: Tensor) -> list[Tensor]:
     parts = qkv.split(WIDTH, -1)
     return [part.view(*part.shape[:2], HEADS, DEPTH).transpose(1, 2) for part in parts]
@@ -125,7 +156,7 @@ Block = Callable[[], nn.Module]
 
 
 @pytest.mark.usefixtures("counted")
-@pytest.mark.parametrize("block", [Unbound, Split])
+@pytest.mark.parametrize("block", [Unbound, Indexed, Split])
 def test_one_operator_and_not_another_bit(block: Block) -> None:
     apart, before = train(block, fuse=False)
     fused, after = train(block, fuse=True)
@@ -138,7 +169,7 @@ def test_one_operator_and_not_another_bit(block: Block) -> None:
 
 
 @pytest.mark.usefixtures("counted")
-@pytest.mark.parametrize("block", [Narrow, Swapped, Computed, Squared])
+@pytest.mark.parametrize("block", [Narrow, Swapped, Computed, Squared, TwiceIndexed, HalfIndexed])
 def test_left_as_it_is(block: Block) -> None:
     _, graphs = train(block, fuse=True, steps=2)
     assert isinstance(graphs, Counted)
@@ -159,7 +190,7 @@ def test_parts_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 # PyTorch makes an empty one first, on purpose, to have a pool.
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 @pytest.mark.parametrize("graphs", [False, True], ids=["compiled", "graphs"])
-@pytest.mark.parametrize("block", [Unbound, Split])
+@pytest.mark.parametrize("block", [Unbound, Indexed, Split])
 def test_inductors_own_code(block: Block, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[bool] = []
     plain = fuse_parts.join

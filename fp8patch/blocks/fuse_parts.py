@@ -1,10 +1,11 @@
 """A cast of tensors that Inductor would join first becomes one that reads them where they lie.
 
 One Linear for queries, keys and values: attention returns their gradients as three tensors, the
-backward of how they were taken apart joins these, and only the cast reads the result. There are two
-ways to take them apart, and these alone are looked for:
+backward of how they were taken apart joins these, and only the cast reads the result. There are
+three ways to take them apart, and these alone are looked for:
 
     unbind   [B, N, P H D] as [B, N, P, H, D], permuted to [P, B, H, N, D]
+    index    the same, and then qkv[0], qkv[1], qkv[2]: joined by adding up, each among zeros
     split    along the last dimension
 
 Only what attention itself returns has a layout that is known here, and is in memory anyway. Parts
@@ -13,6 +14,7 @@ joining is free where they are.
 """
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,9 +60,9 @@ def _parts(joined: Any) -> list[Node] | None:
     while _is_call(node, *_RESHAPES, _PERMUTE) and len(node.users) == 1:
         way.append(node)
         node = node.args[0]
-    if not _is_call(node, _CAT) or len(node.users) > 1 or node.kwargs:
+    if not isinstance(node, Node) or len(node.users) > 1:
         return None
-    parts, dim = (*node.args, 0)[:2]
+    parts, dim = _joined(node)
     permutes = [step for step in way if step.target is _PERMUTE]
     if not permutes and dim in (-1, len(_shape(node)) - 1):
         found = [_before_heads_joined(part) for part in parts]
@@ -71,6 +73,32 @@ def _parts(joined: Any) -> list[Node] | None:
         return None
     whole = [part for part in found if part is not None and _is_matrix(part)]
     return whole if len(whole) == len(parts) and _fit(joined, whole) else None
+
+
+def _joined(node: Node) -> tuple[Sequence[Any], Any]:
+    """(what is joined, along which dimension); nothing where that is not what `node` does."""
+    if _is_call(node, _CAT):
+        parts, dim = (*node.args, 0)[:2]
+        return (parts, dim) if isinstance(parts, Sequence) and not node.kwargs else ((), 0)
+    found: dict[Any, Any] = {}
+    pending: list[Any] = [node]
+    while pending:
+        each = pending.pop()
+        if _is_call(each, _aten.add.Tensor) and not each.kwargs:
+            pending += each.args
+        elif _is_call(each, _aten.select_scatter.default) and _is_zero(each.args[0]):
+            _, part, dim, index = each.args
+            if dim != 0 or index in found:
+                return (), 0
+            found[index] = part
+        else:
+            return (), 0
+    whole = found.keys() == set(range(_shape(node)[0]))
+    return ([part for _, part in sorted(found.items())] if whole else ()), 0
+
+
+def _is_zero(node: Any) -> bool:
+    return _is_call(node, _aten.full.default) and node.args[1] == 0
 
 
 def _before_heads_joined(part: Node) -> Node | None:
