@@ -1,11 +1,11 @@
 """Find the tiles of the cast kernels: achieved bandwidth by shape and tile, against a plain copy.
 
-python scripts/tune_quantize.py [--quick | --sums | --gelu | --grads]
+python scripts/tune_quantize.py [--quick | --sums | --gelu | --grads | --weights]
 
 With --sums only the casts with column sums, by tile and by how many programs are aimed at; the time
 is that of both kernels. With --gelu only those that compute GELU, or its gradient, first. With
 --grads only those that make an activation's transpose along with its gradients, against the casts
-that they replace, in forward and backward together.
+that they replace, in forward and backward together. With --weights only many weights in a launch.
 """
 
 import itertools
@@ -206,14 +206,14 @@ def tune_grads(form: str, shape: tuple[int, int]) -> None:
     activation_grads.PROGRAMS = chosen
 
 
-def tune_many() -> None:
+def tune_many(dtype: torch.dtype) -> None:
     """The same for all weights of a BERT-large in one launch."""
     jobs = []
     for rows, cols in [(1024, 1024)] * 96 + [(4096, 1024), (1024, 4096)] * 24:
         e4m3 = {"dtype": numerics.E4M3, "device": "cuda"}
         jobs.append(
             quantize_many.Job(
-                torch.randn(rows, cols, device="cuda"),
+                torch.randn(rows, cols, device="cuda", dtype=dtype),
                 torch.empty(rows, cols, **e4m3),
                 torch.empty(cols, rows, **e4m3),
                 torch.ones((), device="cuda"),
@@ -223,16 +223,16 @@ def tune_many() -> None:
             )
         )
     size = sum(moved(job.weight, True) for job in jobs)
-    chosen, copy = quantize_many.TILE, copying(size)
+    chosen, copy = quantize_many.TILES[dtype], copying(size)
     results = []
     for tile in TILES:
-        quantize_many.TILE = tile
+        quantize_many.TILES[dtype] = tile
         casts = quantize_many.ManyCasts(jobs)
         ms = milliseconds(lambda casts=casts: casts.run(448.0, live=False, observe=True))
         results.append((size / ms / 1e6, ms * 1e3, tile))
-    quantize_many.TILE = chosen
+    quantize_many.TILES[dtype] = chosen
     shown = [f"{t}: {us:.1f}us {bw / copy:.0%}" for bw, us, t in sorted(results, reverse=True)[:5]]
-    print(f"BERT-large's weights, {size / 1e9:.2f} GB: " + "  ".join(shown), flush=True)
+    print(f"BERT-large's weights in {dtype}, {size / 1e9:.2f} GB: " + "  ".join(shown), flush=True)
 
 
 def main() -> None:
@@ -252,6 +252,10 @@ def main() -> None:
             for shape in grads_shapes:
                 tune_grads(form, shape)
         return
+    if "--weights" in sys.argv:
+        for dtype in (torch.float32, torch.bfloat16):
+            tune_many(dtype)
+        return
     shapes = SHAPES[:3] if "--quick" in sys.argv else SHAPES
     for dtype, shape in itertools.product((torch.bfloat16, torch.float32), shapes):
         x = torch.randn(shape, device="cuda").to(dtype)
@@ -260,7 +264,8 @@ def main() -> None:
         if "--quick" not in sys.argv:
             tune_one(x, observe=True, transpose=False, column_sums=False)
             tune_one(x, observe=False, transpose=True, column_sums=False)
-    tune_many()
+    for dtype in (torch.float32, torch.bfloat16):
+        tune_many(dtype)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,14 @@ from fp8patch.ops.triton.cast_tile import CONSTANTS, bits_of, live_scale, load_r
 from fp8patch.ops.triton.launch import Launcher
 from fp8patch.ops.triton.packing import ASSEMBLY
 
-# Rows, columns and warps of a tile, found with scripts/tune_quantize.py on an H200.
-TILE = (32, 64, 2)
+# Rows, columns and warps of a tile, found with scripts/tune_quantize.py on an H200 (two-byte values
+# as in quantize.py), and of one whose amax is taken.
+TILES = {
+    torch.float32: (32, 64, 2),
+    torch.bfloat16: (64, 64, 2),
+    torch.float16: (64, 64, 2),
+}
+_AMAX_TILE = (32, 256, 8)
 # Columns of the table of addresses, int64.
 _COLUMNS = 9
 # Which one casts: that of the slot, that of the weight's own amax, the slot's unless it clips most.
@@ -137,17 +143,14 @@ class ManyCasts:
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._dtype, device = jobs[0].weight.dtype, jobs[0].weight.device
-        bm, bk, _ = TILE
-        table, tiles = [], []
-        for index, job in enumerate(jobs):
-            rows, cols = job.weight.shape
-            table.append([tensor.data_ptr() for tensor in job] + [rows, cols])
-            down, across = torch.arange(-(-rows // bm)), torch.arange(-(-cols // bk))
-            grid = torch.cartesian_prod(torch.tensor([index]), down, across)
-            tiles.append(grid.to(torch.int32))
-        self._addresses = table
-        self._table = torch.tensor(table, dtype=torch.int64, device=device)
-        self._tiles = torch.cat(tiles).to(device)
+        self._tile = TILES[self._dtype]
+        self._shapes = [job.weight.shape for job in jobs]
+        self._addresses = [
+            [*(tensor.data_ptr() for tensor in job), *job.weight.shape] for job in jobs
+        ]
+        self._table = torch.tensor(self._addresses, dtype=torch.int64, device=device)
+        self._tiles = _tiles(self._shapes, self._tile, device)
+        self._amax_tiles: Tensor | None = None
         self._bits = torch.zeros(len(jobs), dtype=torch.int32, device=device)
         # What a backward that still has to run may hold, and must not find changed unnoticed.
         self._written = [t for job in jobs for t in (job.rows, job.rows_t, job.scale_inv)]
@@ -187,11 +190,30 @@ class ManyCasts:
             self._addresses = addresses
 
     def _launch(self, limit: float, scales: Scales, observe: bool) -> None:
-        grid, (bm, bk, warps), dtype = self._tiles.shape[0], TILE, self._dtype
+        (bm, bk, warps), dtype = self._tile, self._dtype
         tensors = self._tiles, self._table, self._bits
         if scales != "slot":
-            self._bits.zero_()
-            shapes = {"TYPE": _POINTERS[dtype], "COLUMNS": _COLUMNS, "BM": bm, "BK": bk}
-            _amax((dtype, TILE), grid, tensors, (), shapes, warps)
+            self._take_amax()
         constants = _cast_constants(dtype, self._tiles.is_cuda, scales, observe, bm, bk)
-        _cast((dtype, scales, observe, TILE), grid, tensors, (limit,), constants, warps)
+        variant = dtype, scales, observe, self._tile
+        _cast(variant, self._tiles.shape[0], tensors, (limit,), constants, warps)
+
+    def _take_amax(self) -> None:
+        if self._amax_tiles is None:
+            self._amax_tiles = _tiles(self._shapes, _AMAX_TILE, self._table.device)
+        self._bits.zero_()
+        bm, bk, warps = _AMAX_TILE
+        constants = {"TYPE": _POINTERS[self._dtype], "COLUMNS": _COLUMNS, "BM": bm, "BK": bk}
+        tensors = self._amax_tiles, self._table, self._bits
+        _amax((self._dtype,), self._amax_tiles.shape[0], tensors, (), constants, warps)
+
+
+def _tiles(
+    shapes: Sequence[torch.Size], tile: tuple[int, int, int], device: torch.device
+) -> Tensor:
+    """Which weight, which tile down and which across, of every tile of all: int32 [tiles, 3]."""
+    found = []
+    for index, (rows, cols) in enumerate(shapes):
+        down, across = torch.arange(-(-rows // tile[0])), torch.arange(-(-cols // tile[1]))
+        found.append(torch.cartesian_prod(torch.tensor([index]), down, across))
+    return torch.cat(found).to(device, torch.int32)
