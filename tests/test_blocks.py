@@ -230,6 +230,18 @@ class MaskedModel(Model):
         return x
 
 
+def test_memory_of_the_eager_step_is_given_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    at: list[int] = []
+    steps = 0
+    monkeypatch.setattr(blocks_calls, "_give_back", lambda: at.append(steps))
+    model = build()
+    compile_blocks(model)
+    for number in range(1, 5):
+        steps = number
+        step(model, torch.randn(2, 8, D))
+    assert at == [2]  # the first is watched
+
+
 def test_with_a_mask_and_without_are_two_graphs_each() -> None:
     model = MaskedModel(Masked)
     _, counter = compile_blocks(model)

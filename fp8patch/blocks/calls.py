@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from fp8patch import messages, regions
-from fp8patch.backward import differentiable
 from fp8patch.blocks.graphs import Graphs
 from fp8patch.blocks.places import Places
 from fp8patch.blocks.run import COMPILED, EAGER, GRAPHS, Mode
@@ -63,7 +62,7 @@ class Caller:
         self.graphs, self._places = graphs, places
         self._entry = -1
         self._mode = self._last_training = EAGER
-        self._begun = self._watched = False
+        self._begun = False
 
     def mode(self) -> Mode:
         """What a block that is called now runs as."""
@@ -77,7 +76,6 @@ class Caller:
         if self._entry != _state.entry:
             self._entry = _state.entry
             self._mode = EAGER
-            self._watched = False
             if _state.calls[0].training:
                 self._mode = self._last_training = self._decide()
         if self._mode is not EAGER and regions.state.roots:
@@ -100,7 +98,6 @@ class Caller:
             watched = any(bank.observation is not None for bank in banks)
             unknown = not banks and any(map(_is_converted, _state.calls[0].module.modules()))
             if watched or unknown or region.calibrating:
-                self._watched = watched
                 return EAGER
         if not self._begun:
             self._begun = True
@@ -110,25 +107,6 @@ class Caller:
     def ran_graphs(self) -> bool:
         """Did the call that is running use CUDA graphs?"""
         return self._entry == _state.entry and self._mode is GRAPHS
-
-    def finish(self, output: Any) -> Any:
-        """The outermost call ends with `output`; what it may return."""
-        if self._entry != _state.entry:
-            return None
-        if self._watched:
-            for tensor in differentiable(output):
-                tensor.register_hook(_give_back_after_backward)
-        if not self.ran_graphs():
-            return None
-        assert self.graphs is not None
-        return self.graphs.finish(output)
-
-
-def _give_back_after_backward(_: Any) -> None:
-    """Of the first step: the optimizer's state is made next, and would lie scattered over what the
-    activations have left."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(_give_back)
 
 
 def _give_back() -> None:
@@ -218,5 +196,10 @@ def _leave(module: Any, args: Any, output: Any) -> Any:
         return None
     caller = _callers.get(module)
     outermost = len(_state.calls) == 1
+    ran = caller is not None and caller.ran_graphs()
     _state.calls.pop()
-    return caller.finish(output) if outermost and caller is not None else None
+    if not outermost or not ran:
+        return None
+    assert caller is not None
+    assert caller.graphs is not None
+    return caller.graphs.finish(output)
