@@ -19,8 +19,8 @@ from fp8patch import regions
 _MULTIPLE = 8
 # Under this many rows the GEMM reads the weight and does little else: nothing to gain.
 _FEWEST_ROWS = 256
-# Bytes of padded output at a time: it lies beside the output that it is copied to, and a hole of its
-# size is no use to the FP32 logits of a loss. (All 713 MB of BERT-large's left one of 0.7 GiB.)
+# Bytes of padded output at a time: it lies beside the output that it is copied to, and the hole
+# that it leaves (713 MB for BERT-large's, all at once) is no use to the FP32 logits of a loss.
 _AT_ONCE = 1 << 28
 
 
