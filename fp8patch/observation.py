@@ -46,8 +46,8 @@ class Observation:
 
     Attributes:
         calls: {path: how often that module was called}.
-        frugal: What comes after this step needs less memory than it would, for blocks are compiled:
-            it keeps what it has to (modules/again.py).
+        frugal: Blocks are compiled, so later steps need less memory: this one keeps only what
+            backward can't make again (modules/again.py).
     """
 
     def __init__(self) -> None:

@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fp8patch
 from fp8patch import messages
 from fp8patch.blocks import calls as blocks_calls
-from fp8patch.blocks import run
+from fp8patch.blocks import compiling, run
 from fp8patch.blocks.find import find_blocks, structure, variants
 
 # Dynamo's own: it looks at .grad of whatever it is given, and makes a Function to trace one.
@@ -454,3 +455,42 @@ def test_another_thread_runs_eagerly_and_ends_no_call() -> None:
     assert found[2] == [model]
     assert torch.equal(found[1], ours)
     assert blocks_calls._state.calls == []
+
+
+FROM_USER_CODE = """
+  Hint: Do something else.
+
+  Developer debug context: hidden
+
+ For more details about this graph break, please visit: https://example.org
+
+from user code:
+   File "/home/x/model.py", line 7, in forward
+    return self.inner(x)
+   File "/home/x/model.py", line 24, in <lambda>
+    act = lambda x: x
+   File "{torch}/functional.py", line 3, in norm
+
+Set TORCHDYNAMO_VERBOSE=1 for the internal stack trace
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "Call marked as skipped\n  Explanation: It is the builtin `getpid`." + FROM_USER_CODE,
+            "Call marked as skipped: It is the builtin `getpid`, at <lambda> in model.py, line 24",
+        ),
+        (
+            "backend='functools.partial(<function inductor at 0x7f>)' raised:\nValueError: no\n"
+            '  File "/x/model.py", line 12, in forward\n\nSet TORCHDYNAMO_VERBOSE=1',
+            "ValueError: no",
+        ),
+        ("plain", "plain"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_reasons(text: str, said: str) -> None:
+    text = text.replace("{torch}", str(Path(torch.__file__).parent))
+    assert compiling.reason(RuntimeError(text)) == said

@@ -11,6 +11,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fp8patch
+from fp8patch import numerics
+from fp8patch.modules.again import find_again
+from fp8patch.slots import Slot
 
 D = 32
 
@@ -88,7 +91,9 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 
 
 def first_forward(
-    block: Callable[[], nn.Module], recipe: str = "delayed", compiled: bool = True
+    block: Callable[[], nn.Module],
+    recipe: str | fp8patch.Recipe = "delayed",
+    compiled: bool = True,
 ) -> tuple[Any, Tensor]:
     torch.manual_seed(0)
     model: Any = fp8patch.convert_model(Model(block()), recipe, include=("*",))
@@ -172,8 +177,9 @@ def test_the_second_step_keeps_transposes() -> None:
     assert transposes(y) == 4
 
 
-def test_rowwise_keeps_them() -> None:
-    _, y = first_forward(Gelu, "rowwise")
+@pytest.mark.parametrize("change", [{"scaling": "rowwise"}, {"fprop": "bf16"}])
+def test_recipes_that_keep_them(change: dict[str, str]) -> None:
+    _, y = first_forward(Gelu, fp8patch.Recipe(**change))  # type: ignore[arg-type]
     assert transposes(y) == 4
 
 
@@ -207,6 +213,78 @@ def test_what_was_written_to_since_is_not_read() -> None:
     assert transposes(y) == 4
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+class Clamped(Gelu):
+    """What the activation returns is edited where autograd does not see it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        outer = F.gelu(self.up(x))
+        with torch.no_grad():
+            outer.clamp_(-0.1, 0.1)
+        return self.down(outer)
+
+
+class Zeroed(SwiGlu):
+    """The same through a view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        outer = F.silu(self.gate(x)) * self.up(x)
+        outer.detach()[..., :8].zero_()
+        return self.down(outer)
+
+
+class Scaled(Gelu):
+    """A factor has no gradient, and the other one is not kept."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * torch.full((2 * D,), 0.5))
+
+
+class PartCheckpointed(Gelu):
+    def forward(self, x: Tensor) -> Tensor:
+        outer = checkpoint(lambda: F.gelu(self.up(x)), use_reentrant=False)
+        return self.down(outer)
+
+
+class AttentionCheckpointed(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        def attended() -> Tensor:
+            q, k, v = self.qkv(x).unsqueeze(1).chunk(3, dim=-1)
+            return F.scaled_dot_product_attention(q, k, v)
+
+        out = checkpoint(attended, use_reentrant=False)
+        return self.proj(out.transpose(1, 2).reshape(x.shape))
+
+
+@pytest.mark.parametrize(
+    "block", [Clamped, Zeroed, Scaled, PartCheckpointed, AttentionCheckpointed]
+)
+def test_what_can_not_be_made_again_is_kept(block: Callable[[], nn.Module]) -> None:
+    calls: list[nn.Module] = []
+    for compiled in (True, False):
+        calls.clear()
+        handle = nn.modules.module.register_module_forward_hook(
+            lambda module, *_: calls.append(module) if isinstance(module, nn.Linear) else None
+        )
+        model, y = first_forward(block, compiled=compiled)
+        handle.remove()
+        # Nothing was computed for the question.
+        assert len(calls) == len([m for m in model.modules() if isinstance(m, nn.Linear)])
+        found = grads(model, y)
+        if compiled:
+            less = found
+    assert all(map(torch.equal, less, found))
+
+
+def test_the_scale_is_that_of_the_forward() -> None:
+    slot = Slot(torch.tensor(3.0), torch.zeros(()), torch.zeros(4, dtype=torch.int64))
+    x = torch.randn(16, D, requires_grad=True)
+    again = find_again(F.gelu(x), slot, 448.0, live=False)
+    assert again is not None
+    wanted = numerics.quantize(F.gelu(x.detach()), slot.scale.clone(), numerics.E4M3)
+    slot.scale.fill_(5.0)
+    assert torch.equal(again.make(*again.read).float(), wanted.t().float())
 
 
 class EditedLater(Gelu):

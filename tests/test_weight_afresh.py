@@ -248,6 +248,26 @@ def test_left_to_be_cast_by_itself(
     assert others == [model[1]]
 
 
+def test_a_part_of_a_flat_buffer_is_cast_by_itself(together: None) -> None:  # noqa: F811
+    """The kernel loads 16 bytes at a time."""
+    model = build()
+    flat = torch.randn(D * D + 1)
+    model[1].weight.data = flat[1:].view(D, D)
+    warm(model)
+    model._fp8_bank.entry += 1000
+    assert weight_batch.refresh_together(list(model), True) == [model[1]]
+
+
+def test_while_somebody_captures_nothing_is_cast_together(
+    together: None,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = warm(build())
+    model._fp8_bank.entry += 1000
+    monkeypatch.setattr(weight_afresh, "_captured", lambda device: True)
+    assert weight_batch.refresh_together(list(model), True) == list(model)
+
+
 def test_tables_of_what_is_stepped_survive_frozen_weights(together: None) -> None:  # noqa: F811
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -58,6 +58,13 @@ def test_what_does_not_fit_is_left_to_inductor() -> None:
     assert not once(4096, cooperative=True)
 
 
+@pytest.mark.parametrize("setting", [{"persistent_reductions": False}, {"multi_kernel": 1}])
+def test_settings_of_inductor_stand(setting: dict[str, Any]) -> None:
+    with torch._inductor.config.patch({f"triton.{name}": v for name, v in setting.items()}):
+        assert once(8192) is ("multi_kernel" in setting)
+        assert not once(16385)
+
+
 def inner(monkeypatch: pytest.MonkeyPatch) -> list[type]:
     """Have the classes of Inductor's choices collected instead of compiling anything."""
     seen: list[type] = []

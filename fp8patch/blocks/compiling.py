@@ -79,16 +79,38 @@ def for_inductor(keep_less: bool) -> dict[str, Any]:
 
 
 def reason(error: Exception) -> str:
-    """Why something can't be compiled: what Dynamo says in its first line, and which line of the
-    model it came to. (The rest of its text is of hints and settings, for those who compile.)"""
+    """Why something can't be compiled, and which line of the model Dynamo came to. (The rest of its
+    text is of hints and settings, for those who compile.)"""
     text = str(error)
-    places = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', text)
-    first = text.strip().splitlines()[0] if text.strip() else ""
-    what = messages.one_line(Exception(first)) if first and places else messages.one_line(error)
-    if not places:
+    told: list[str] = []
+    for line in map(str.strip, text.splitlines()):
+        if line.startswith(_ASIDES):
+            break
+        if line and not (line.startswith("backend=") and line.endswith("raised:")):
+            told.append(line.removeprefix("Explanation: "))
+    what = messages.one_line(Exception(": ".join(told)) if told else error)
+    _, _, trace = text.partition("from user code:")
+    frames = [found for found in _FRAME.findall(trace) if not _is_a_librarys(found[0])]
+    if not frames:
         return what
-    file, line, function = places[-1]
+    file, line, function = frames[-1]
     return f"{what}, at {function} in {Path(file).name}, line {line}"
+
+
+_ASIDES = (
+    "Hint:",
+    "Developer debug",
+    "For more details",
+    "from user code",
+    "Set TORCHDYNAMO",
+    "File ",
+)
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
+
+
+def _is_a_librarys(file: str) -> bool:
+    ours = Path(__file__).parents[1]
+    return any(Path(file).is_relative_to(path) for path in (ours, Path(torch.__file__).parent))
 
 
 def _own_code() -> Callable[..., Any]:

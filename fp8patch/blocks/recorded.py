@@ -240,14 +240,15 @@ class _Replay(torch.autograd.Function):
                 f"is at version {now}; expected version {then} instead."
             )
         ctx.replayed = True
-        found = ctx.record.backward(grads)
-        # Not before: what is allocated meanwhile would lie where backward reads.
-        ctx.kept, ctx.places = (), ()
-        return None, None, None, *found
+        try:
+            return None, None, None, *ctx.record.backward(grads)
+        finally:
+            # Not before: what is allocated meanwhile would lie where backward reads.
+            ctx.kept, ctx.places = (), ()
 
 
 def _versions(kept: list[Tensor], places: list[memory.Result]) -> list[int]:
-    """Of all that backward reads; of some 40 tensors twice a call, so it asks for nothing else."""
+    """Of all that backward reads: some 40 tensors, twice a call."""
     try:
         found = [tensor._version for tensor in kept]
     except RuntimeError:  # One made under inference_mode has none.

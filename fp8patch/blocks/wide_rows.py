@@ -9,9 +9,8 @@ from typing import Any
 
 __all__ = ["compile_inner"]
 
-# On an H200, a norm behind a residual: 101 us instead of 133 for 25216 rows of 1280 in FP32, 153
-# instead of 224 for 8192 of 4096 with dropout, and at 8192 98 instead of 105 (.cg loads of wider
-# rows were not tried).
+# On an H200, a norm behind a residual: 101 us instead of 133 for 25216 rows of 1280, 153 instead of
+# 224 for 8192 rows of 4096 with dropout, and 98 instead of 105 for 4096 rows of 8192.
 _WIDEST = 8192
 
 
@@ -33,6 +32,7 @@ def compile_inner(*args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _choices() -> type[Any]:
+    from torch._inductor import config
     from torch._inductor.choices import InductorChoices
     from torch._inductor.runtime.hints import ReductionHint
     from torch._inductor.virtualized import V
@@ -40,7 +40,10 @@ def _choices() -> type[Any]:
     class WideRows(InductorChoices):
         @staticmethod
         def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
-            if features.get_reduction_hint() is ReductionHint.INNER and not cooperative_reduction:
+            # (`multi_kernel` tries both, with a limit of its own.)
+            wanted = config.triton.persistent_reductions and not config.triton.multi_kernel
+            inner = features.get_reduction_hint() is ReductionHint.INNER
+            if wanted and inner and not cooperative_reduction:
                 sizes = V.graph.sizevars
                 if sizes.statically_known_leq(features.reduction_numel, _WIDEST):
                     return True

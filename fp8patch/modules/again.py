@@ -22,6 +22,8 @@ from fp8patch.slots import Slot
 __all__ = ["Again", "find_again"]
 
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "TransposeBackward0", "PermuteBackward0")
+# What these keep, and can be computed from.
+_KEEPS = {"GeluBackward0": ("self",), "SiluBackward0": ("self",), "MulBackward0": ("self", "other")}
 
 
 class Again(NamedTuple):
@@ -38,6 +40,8 @@ class Again(NamedTuple):
 
 def find_again(input: Tensor, slot: Slot, limit: float, live: bool) -> Again | None:
     """How to cast `input` [..., K] once more with what `slot` says now; None if that takes memory.
+
+    What is written to `input` behind autograd's back (`.data`) after its activation is not seen.
 
     Args:
         limit, live: Of the cast, as `quantize` takes them.
@@ -58,23 +62,31 @@ def find_again(input: Tensor, slot: Slot, limit: float, live: bool) -> Again | N
 
 
 def _kept(input: Tensor) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None:
-    """(function, tensors that autograd keeps): what computes `input`."""
+    """How to compute `input` from what autograd keeps, or None."""
     node: Any = input.grad_fn
     if node is None:
         return None
-    name = node.name()
-    if name == "GeluBackward0":
-        return partial(F.gelu, approximate=node._saved_approximate), (node._saved_self,)
-    if name == "SiluBackward0":
-        return F.silu, (node._saved_self,)
-    if name == "MulBackward0":
-        read = node._saved_self, node._saved_other
-        alike = all(each is not None and each.dtype == input.dtype for each in read)
-        return (torch.mul, read) if alike else None
+    if input._version == 0 and (kind := node.name()) in _KEEPS:
+        if not all(_is_kept_as_it_is(node, name) for name in _KEEPS[kind]):
+            return None
+        read = tuple(getattr(node, f"_saved_{name}") for name in _KEEPS[kind])
+        if any(each is None for each in read):  # One factor of a product that has no gradient.
+            return None
+        if kind == "GeluBackward0":
+            return partial(F.gelu, approximate=node._saved_approximate), read
+        return (F.silu if kind == "SiluBackward0" else torch.mul), read
     while node is not None and node.name() in _VIEWS:
         node = node.next_functions[0][0]
     attention = node is not None and node.name().startswith("ScaledDotProduct")
-    return (_itself, (input,)) if attention else None
+    return (_itself, (input,)) if attention and _is_kept_as_it_is(node, "output") else None
+
+
+def _is_kept_as_it_is(node: Any, name: str) -> bool:
+    """Does autograd keep this, and no hook something else in its place (checkpointing of the
+    activation alone)?"""
+    saved = getattr(node, f"_raw_saved_{name}", None)
+    # (Asking what lies there would run the hook.)
+    return getattr(saved, "unpack_hook", saved) is None and saved is not None
 
 
 def _itself(x: Tensor) -> Tensor:
@@ -84,8 +96,7 @@ def _itself(x: Tensor) -> Tensor:
 def _transposed_cast(
     function: Callable[..., Tensor], scale: Tensor, limit: float, live: bool, *read: Tensor
 ) -> Tensor:
-    with torch.autocast(read[0].device.type, enabled=False):
-        x = function(*read)
+    x = function(*read)
     unused = torch.zeros((), device=x.device)
     rows = x.reshape(-1, x.shape[-1])
     return quantize_now(rows, scale, unused, unused, limit, False, live, False, True, False)[1]

@@ -38,7 +38,7 @@ class Group(NamedTuple):
 
 
 def is_due(module: Any, observe: bool) -> bool:
-    """Does `prepare` cast this weight, of which nothing is known but that it was not replaced?"""
+    """Does `prepare` cast this weight: at each new outermost entry, as its changes go unseen?"""
     known: WeightState = module._fp8_weight_state
     seen = known.entry == module._fp8_bank.entry and not (known.unseen and observe)
     return known.outdated or not seen
