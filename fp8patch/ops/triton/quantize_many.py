@@ -138,7 +138,7 @@ class ManyCasts:
     """Casts to E4M3 that are repeated every step; the tables are made once.
 
     All jobs on one device and of one weight dtype. The addresses are what is kept: the tensors have
-    to stay alive and in place for as long as `run` is called (what `run_into` is given, until then).
+    to stay alive and in place for as long as `run` is called.
     """
 
     def __init__(self, jobs: Sequence[Job]) -> None:
