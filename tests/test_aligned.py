@@ -118,8 +118,8 @@ def test_arithmetic(n: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None
     # The padding must be zeros: what an empty tensor happens to hold would come into dgrad.
     real = aligned._pad_rows
 
-    def dirty(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        padded = real(weight, dtype)
+    def dirty(weight: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
+        padded = real(weight, rows, dtype)
         padded[weight.shape[0] :] = torch.nan
         return padded
 
@@ -127,44 +127,35 @@ def test_arithmetic(n: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None
     assert gemms(x, weight, b_, grad)[1].isnan().any()
 
 
-@pytest.mark.parametrize(
-    ("n", "widths"), [(1027, [344, 344, 339]), (1032, [344] * 3), (43, [16, 16, 11])]
-)
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "bare"])
-def test_arithmetic_in_parts(
-    n: int, widths: list[int], bias: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rows", [0, 1, 37, 40])
+def test_in_parts_it_is_the_same_and_takes_less_memory(
+    rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generator = torch.Generator().manual_seed(n)
+    generator = torch.Generator().manual_seed(rows)
     x, weight, b, grad = (
-        torch.randn(shape, generator=generator) for shape in ((40, 32), (n, 32), (n,), (40, n))
+        torch.randn(shape, generator=generator)
+        for shape in ((rows, 32), (1027, 32), (1027,), (rows, 1027))
     )
-    b_ = b if bias else None
-    grad = grad.bfloat16()
-    monkeypatch.setattr(aligned, "_AT_ONCE", 40 * n * 2 // 3 + 1)
-    copied: list[int] = []
+    at_once = gemms(x, weight, b, grad.bfloat16())
+    parts: list[tuple[int, ...]] = []
     plain = aligned._copy
-    monkeypatch.setattr(aligned, "_copy", lambda a, b: copied.append(a.shape[1]) or plain(a, b))
-    reference = wanted(x, weight, b_, grad)
-    for got, want in zip(gemms(x, weight, b_, grad), reference, strict=True):
-        assert got.shape == want.shape
-        assert sqnr(want, got.double()) > 50
-    assert copied == widths * 2  # forward, backward
 
+    def copied(source: torch.Tensor, target: torch.Tensor) -> None:
+        if source.shape[0] < rows:
+            parts.append(tuple(source.shape))
+        plain(source, target)
 
-def test_no_rows_at_all() -> None:
-    empty = torch.zeros(0, 32), torch.randn(1027, 32), torch.randn(1027), torch.zeros(0, 1027)
-    output, *grads = gemms(*empty[:3], empty[3].bfloat16())
-    assert output.shape == (0, 1027)
-    assert not any(grad.any() for grad in grads)
+    monkeypatch.setattr(aligned, "_copy", copied)
+    monkeypatch.setattr(aligned, "_AT_ONCE", 12 * 1032 * 2)
+    for whole, part in zip(at_once, gemms(x, weight, b, grad.bfloat16()), strict=True):
+        assert torch.allclose(whole.float(), part.float(), rtol=1e-2, atol=1e-2)
+    heights = [shape[0] for shape in parts]
+    assert heights == {0: [], 1: [], 37: [10, 10, 10, 7], 40: [10] * 4}[rows]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "bare"])
-def test_it_is_the_stock_head_in_bf16(
-    bias: bool, parts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(aligned, "_AT_ONCE", 512 * 5003 * 2 // parts + 1)
+def test_it_is_the_stock_head_in_bf16(bias: bool) -> None:
     torch.manual_seed(0)
     stock = nn.Linear(64, 5003, bias=bias, device="cuda")
     ours = copy.deepcopy(stock)

@@ -19,9 +19,9 @@ from fp8patch import regions
 _MULTIPLE = 8
 # Under this many rows the GEMM reads the weight and does little else: nothing to gain.
 _FEWEST_ROWS = 256
-# Bytes of a padded copy at a time. One of all logits would lie beside them in forward, and beside
-# their gradient in backward, where a step needs most (BERT-large: 713 MB, now half of that).
-_AT_ONCE = 1 << 29
+# Bytes of padded output at a time: it lies beside the output that it is copied to, and the hole
+# that it leaves (713 MB for BERT-large's, all at once) is no use to the FP32 logits of a loss.
+_AT_ONCE = 1 << 28
 
 
 class AlignedLinear(nn.Linear):
@@ -70,60 +70,46 @@ class AlignedGemms(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
+        n = weight.shape[0]
         ctx.dtypes = input.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.features, ctx.width = n, -(-n // _MULTIPLE) * _MULTIPLE
         with torch.autocast(input.device.type, enabled=False):
-            rows = input.to(dtype)
+            rows, padded = input.to(dtype), _pad_rows(weight, ctx.width, dtype)
+            longer = None
+            if bias is not None:
+                longer = torch.nn.functional.pad(bias.to(dtype), (0, ctx.width - n))
             # Whole rows of its own, as nn.Linear's output has.
-            output = rows.new_empty(rows.shape[0], weight.shape[0])
-            for part in _parts(output):
-                padded = _pad_rows(weight[part], dtype)
-                longer = None if bias is None else _pad_rows(bias[part], dtype)
-                target = output[:, part]
-                product = torch.nn.functional.linear(rows, padded, longer)
-                _copy(product[:, : target.shape[1]], target)
+            whole = rows.new_empty(rows.shape[0], n)
+            height = _rows_at_once(rows.shape[0], ctx.width * dtype.itemsize)
+            for some, target in zip(rows.split(height), whole.split(height), strict=True):
+                _copy(torch.nn.functional.linear(some, padded, longer)[:, :n], target)
         # The weight, which lives anyway, and not its copy: a loss in chunks calls this many times.
         ctx.save_for_backward(rows, weight)
-        return output
+        return whole
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         rows, weight = ctx.saved_tensors
         input_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        n, width = ctx.features, ctx.width
+        grad = grad_output.new_empty(grad_output.shape[0], width, dtype=rows.dtype)
+        _copy(grad_output, grad[:, :n])
+        grad[:, n:].zero_()
         grad_input = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_input = (grad @ _pad_rows(weight, width, rows.dtype)).to(input_dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = torch.empty_like(weight)
-        parts = _parts(grad_output)
-        for part in parts:
-            grad = _pad_columns(grad_output[:, part], rows.dtype)
-            if ctx.needs_input_grad[0]:
-                padded = _pad_rows(weight[part], rows.dtype)
-                product = grad @ padded if len(parts) == 1 else _mm(grad, padded)
-                grad_input = product if grad_input is None else grad_input.add_(product)
-            if grad_weight is not None:
-                target = grad_weight[part]
-                target.copy_((grad.t() @ rows)[: target.shape[0]])
-        if grad_input is not None:
-            # Through the dtype of the GEMMs, as autocast's is.
-            grad_input = grad_input.to(rows.dtype).to(input_dtype)
+            grad_weight = (grad.t() @ rows)[:n].to(weight_dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = grad_output.sum(0, dtype=torch.float32).to(bias_dtype)
         return grad_input, grad_weight, grad_bias, None
 
 
-def _parts(output: Tensor) -> list[slice]:
-    """The columns of [M, N] whose GEMMs are done at a time; all but the last a multiple of 8."""
-    height, n = output.shape
-    number = max(1, -(-height * n * output.itemsize // _AT_ONCE))
-    width = -(-n // number // _MULTIPLE) * _MULTIPLE
-    return [slice(start, min(start + width, n)) for start in range(0, n, width)]
-
-
-def _mm(a: Tensor, b: Tensor) -> Tensor:
-    """a [M, N] @ b [N, K] in FP32, of two-byte values: what several are added up of."""
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
+def _rows_at_once(rows: int, row_bytes: int) -> int:
+    """In how many rows a GEMM of `rows` is done, in parts of about one size."""
+    parts = max(1, -(-rows * row_bytes // _AT_ONCE))
+    return max(1, -(-rows // parts))
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
@@ -145,19 +131,8 @@ def _can_view(x: Tensor, wide: torch.dtype) -> bool:
     return x.stride(1) == 1 and not any(size % each for size in starts)
 
 
-def _pad_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N, ...] with rows of zeros up to a multiple of 8."""
-    n = x.shape[0]
-    padded = x.new_empty(-(-n // _MULTIPLE) * _MULTIPLE, *x.shape[1:], dtype=dtype)
-    padded[:n].copy_(x)
-    padded[n:].zero_()
-    return padded
-
-
-def _pad_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[M, N] with columns of zeros up to a multiple of 8."""
-    rows, n = x.shape
-    padded = x.new_empty(rows, -(-n // _MULTIPLE) * _MULTIPLE, dtype=dtype)
-    _copy(x, padded[:, :n])
-    padded[:, n:].zero_()
+def _pad_rows(weight: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    padded = weight.new_empty(rows, weight.shape[1], dtype=dtype)
+    padded[: weight.shape[0]].copy_(weight)
+    padded[weight.shape[0] :].zero_()
     return padded
