@@ -223,14 +223,14 @@ def tune_many(dtype: torch.dtype) -> None:
             )
         )
     size = sum(moved(job.weight, True) for job in jobs)
-    chosen, copy = quantize_many.TILES[dtype], copying(size)
+    chosen, copy = quantize_many.TILE, copying(size)
     results = []
     for tile in TILES:
-        quantize_many.TILES[dtype] = tile
+        quantize_many.TILE = tile
         casts = quantize_many.ManyCasts(jobs)
         ms = milliseconds(lambda casts=casts: casts.run(448.0, live=False, observe=True))
         results.append((size / ms / 1e6, ms * 1e3, tile))
-    quantize_many.TILES[dtype] = chosen
+    quantize_many.TILE = chosen
     shown = [f"{t}: {us:.1f}us {bw / copy:.0%}" for bw, us, t in sorted(results, reverse=True)[:5]]
     print(f"BERT-large's weights in {dtype}, {size / 1e9:.2f} GB: " + "  ".join(shown), flush=True)
 

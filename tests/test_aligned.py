@@ -127,32 +127,6 @@ def test_arithmetic(n: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None
     assert gemms(x, weight, b_, grad)[1].isnan().any()
 
 
-@pytest.mark.parametrize("rows", [0, 1, 37, 40])
-def test_in_parts_it_is_the_same_and_takes_less_memory(
-    rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generator = torch.Generator().manual_seed(rows)
-    x, weight, b, grad = (
-        torch.randn(shape, generator=generator)
-        for shape in ((rows, 32), (1027, 32), (1027,), (rows, 1027))
-    )
-    at_once = gemms(x, weight, b, grad.bfloat16())
-    parts: list[tuple[int, ...]] = []
-    plain = aligned._copy
-
-    def copied(source: torch.Tensor, target: torch.Tensor) -> None:
-        if source.shape[0] < rows:
-            parts.append(tuple(source.shape))
-        plain(source, target)
-
-    monkeypatch.setattr(aligned, "_copy", copied)
-    monkeypatch.setattr(aligned, "_AT_ONCE", 12 * 1032 * 2)
-    for whole, part in zip(at_once, gemms(x, weight, b, grad.bfloat16()), strict=True):
-        assert torch.allclose(whole.float(), part.float(), rtol=1e-2, atol=1e-2)
-    heights = [shape[0] for shape in parts]
-    assert heights == {0: [], 1: [], 37: [10, 10, 10, 7], 40: [10] * 4}[rows]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "bare"])
 def test_it_is_the_stock_head_in_bf16(bias: bool) -> None:

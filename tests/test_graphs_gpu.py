@@ -1,8 +1,9 @@
 """CUDA graphs change nothing: losses, gradients and slots are those of compiled blocks.
 
 Exactly, but for how FP32 sums are split, which Inductor chooses by what is faster at the moment:
-that is 140 dB and more, until a value rounds the other way. What is lost, stale or added to itself
-is under 30. And compiled ones are the eager ones but for how Inductor rounds between the GEMMs.
+that is 140 dB and more, until a value rounds the other way, and 53 after that (seen on a GPU that
+twelve others used). What is lost, stale or added to itself is under 30. And compiled ones are the
+eager ones but for how Inductor rounds between the GEMMs.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from fp8patch.scaling import Bank
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 LAYERS = 3
-BAR = 60  # dB
+BAR = 45  # dB
 
 
 @pytest.fixture(autouse=True)

@@ -19,9 +19,6 @@ from fp8patch import regions
 _MULTIPLE = 8
 # Under this many rows the GEMM reads the weight and does little else: nothing to gain.
 _FEWEST_ROWS = 256
-# Bytes of padded output at a time: it lies beside the output that it is copied to, and the hole
-# that it leaves (713 MB for BERT-large's, all at once) is no use to the FP32 logits of a loss.
-_AT_ONCE = 1 << 28
 
 
 class AlignedLinear(nn.Linear):
@@ -75,14 +72,14 @@ class AlignedGemms(torch.autograd.Function):
         ctx.features, ctx.width = n, -(-n // _MULTIPLE) * _MULTIPLE
         with torch.autocast(input.device.type, enabled=False):
             rows, padded = input.to(dtype), _pad_rows(weight, ctx.width, dtype)
-            longer = None
-            if bias is not None:
+            if bias is None:
+                output = rows @ padded.t()
+            else:
                 longer = torch.nn.functional.pad(bias.to(dtype), (0, ctx.width - n))
+                output = torch.addmm(longer, rows, padded.t())
             # Whole rows of its own, as nn.Linear's output has.
-            whole = rows.new_empty(rows.shape[0], n)
-            height = _rows_at_once(rows.shape[0], ctx.width * dtype.itemsize)
-            for some, target in zip(rows.split(height), whole.split(height), strict=True):
-                _copy(torch.nn.functional.linear(some, padded, longer)[:, :n], target)
+            whole = output.new_empty(output.shape[0], n)
+            _copy(output[:, :n], whole)
         # The weight, which lives anyway, and not its copy: a loss in chunks calls this many times.
         ctx.save_for_backward(rows, weight)
         return whole
@@ -104,12 +101,6 @@ class AlignedGemms(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_bias = grad_output.sum(0, dtype=torch.float32).to(bias_dtype)
         return grad_input, grad_weight, grad_bias, None
-
-
-def _rows_at_once(rows: int, row_bytes: int) -> int:
-    """In how many rows a GEMM of `rows` is done, in parts of about one size."""
-    parts = max(1, -(-rows * row_bytes // _AT_ONCE))
-    return max(1, -(-rows // parts))
 
 
 def _copy(source: Tensor, target: Tensor) -> None:

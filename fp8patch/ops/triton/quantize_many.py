@@ -17,13 +17,9 @@ from fp8patch.ops.triton.cast_tile import CONSTANTS, bits_of, live_scale, load_r
 from fp8patch.ops.triton.launch import Launcher
 from fp8patch.ops.triton.packing import ASSEMBLY
 
-# Rows, columns and warps of a tile, found with scripts/tune_quantize.py on an H200 (two-byte values
-# as in quantize.py), and of one whose amax is taken.
-TILES = {
-    torch.float32: (32, 64, 2),
-    torch.bfloat16: (64, 64, 2),
-    torch.float16: (64, 64, 2),
-}
+# Rows, columns and warps of a tile, found with scripts/tune_quantize.py on an H200; and of one that
+# amax is taken of.
+TILE = (32, 64, 2)
 _AMAX_TILE = (32, 256, 8)
 # Columns of the table of addresses, int64.
 _COLUMNS = 9
@@ -143,7 +139,7 @@ class ManyCasts:
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._dtype, device = jobs[0].weight.dtype, jobs[0].weight.device
-        self._tile = TILES[self._dtype]
+        self._tile = TILE
         self._shapes = [job.weight.shape for job in jobs]
         self._addresses = [
             [*(tensor.data_ptr() for tensor in job), *job.weight.shape] for job in jobs
