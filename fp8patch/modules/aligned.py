@@ -71,14 +71,16 @@ class AlignedGemms(torch.autograd.Function):
         ctx.dtypes = input.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.features, ctx.width = n, -(-n // _MULTIPLE) * _MULTIPLE
         with torch.autocast(input.device.type, enabled=False):
-            rows, padded = input.to(dtype), _pad_rows(weight, ctx.width, dtype)
+            rows = input.to(dtype)
+            # Whole rows of its own, as nn.Linear's output has. Until they are written, the padded
+            # weight lies there: memory of its own would be a hole where a step needs most.
+            whole = rows.new_empty(rows.shape[0], n)
+            padded = _pad_rows(weight, ctx.width, dtype, whole.view(-1))
             if bias is None:
                 output = rows @ padded.t()
             else:
                 longer = torch.nn.functional.pad(bias.to(dtype), (0, ctx.width - n))
                 output = torch.addmm(longer, rows, padded.t())
-            # Whole rows of its own, as nn.Linear's output has.
-            whole = output.new_empty(output.shape[0], n)
             _copy(output[:, :n], whole)
         # The weight, which lives anyway, and not its copy: a loss in chunks calls this many times.
         ctx.save_for_backward(rows, weight)
@@ -122,8 +124,13 @@ def _can_view(x: Tensor, wide: torch.dtype) -> bool:
     return x.stride(1) == 1 and not any(size % each for size in starts)
 
 
-def _pad_rows(weight: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    padded = weight.new_empty(rows, weight.shape[1], dtype=dtype)
+def _pad_rows(weight: Tensor, rows: int, dtype: torch.dtype, place: Tensor | None = None) -> Tensor:
+    """`weight` in `dtype` with zeros up to `rows`, in `place` if it is large enough."""
+    shape = rows, weight.shape[1]
+    if place is not None and place.numel() >= rows * weight.shape[1]:
+        padded = place[: rows * weight.shape[1]].view(shape)
+    else:
+        padded = weight.new_empty(shape, dtype=dtype)
     padded[: weight.shape[0]].copy_(weight)
     padded[weight.shape[0] :].zero_()
     return padded
