@@ -487,6 +487,16 @@ Set TORCHDYNAMO_VERBOSE=1 for the internal stack trace
             '  File "/x/model.py", line 12, in forward\n\nSet TORCHDYNAMO_VERBOSE=1',
             "ValueError: no",
         ),
+        (
+            "Observed exception\n  Explanation: No handler.\n  Hint: Catch it.\n\n"
+            "  Developer debug context: raised exception ValueError('no')\n",
+            "Observed exception: No handler: raised exception ValueError('no')",
+        ),
+        (
+            "Branching\n  Explanation: It depends on data.\n\n  The condition:\n"
+            '    # File "/x/model.py", line 5, in forward\n',
+            "Branching: It depends on data: The condition",
+        ),
         ("plain", "plain"),
         ("", "RuntimeError"),
     ],

@@ -1,5 +1,6 @@
 """The pass that lets a cast read the gradients of q, k and v where they lie."""
 
+import functools
 import operator
 from collections import Counter
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
+import fp8patch
 from fp8patch.blocks import compiling, fuse_parts
 from fp8patch.blocks.fuse import FUSE_CASTS
 
@@ -208,15 +210,28 @@ def test_inductors_own_code(block: Block, graphs: bool, monkeypatch: pytest.Monk
 # -- by hand ---------------------------------------------------------------------------------------
 
 
+Pairs = Callable[[list[Node]], list[tuple[int, Node]]]
+
+
 def graph_of(
-    style: str, number: int = 3, *, order: list[int], leak: bool = False, turned: bool = True
+    style: str,
+    number: int = 3,
+    *,
+    order: list[int],
+    leak: bool = False,
+    turned: bool = True,
+    pairs: Pairs = lambda parts: list(enumerate(parts)),
+    at: Callable[[int], int] = lambda i: i,
 ) -> GraphModule:
-    """A cast of parts that are joined for it. `turned`: each is in memory as [B, N, H, D]."""
+    """A cast of parts that are joined for it. `turned`: each is in memory as [B, N, H, D].
+
+    By index: `pairs` are (index, part), and `at` says how the index is written.
+    """
     graph = Graph()
 
-    def call(target: Any, *args: Any) -> Node:
-        node = graph.call_function(target, args)
-        node.meta["val"] = target(*torch.fx.map_arg(args, lambda n: n.meta["val"]))
+    def call(target: Any, *args: Any, **kwargs: Any) -> Node:
+        node = graph.call_function(target, args, kwargs)
+        node.meta["val"] = target(*torch.fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)
         return node
 
     def given(name: str, value: Any) -> Node:
@@ -230,7 +245,12 @@ def graph_of(
         slot = torch.empty(()), torch.empty(()), torch.empty(4, dtype=torch.int64)
         qkv, *places = map(given, "abcd", ((part,) * number, *slot))
         parts = [call(operator.getitem, qkv, i) for i in range(number)]
-        if style == "unbind":
+        if style == "index":
+            zeros = call(aten.full.default, [number, *part.shape], 0, dtype=torch.bfloat16)
+            among = [call(aten.select_scatter.default, zeros, p, 0, at(i)) for i, p in pairs(parts)]
+            stacked = functools.reduce(lambda a, b: call(aten.add.Tensor, a, b), among)
+            joined = call(aten.permute.default, stacked, order)
+        elif style == "unbind":
             stacked = call(
                 aten.reshape.default, call(aten.cat.default, parts), [number, *part.shape]
             )
@@ -248,16 +268,20 @@ def graph_of(
 
 @pytest.mark.parametrize(
     ("style", "order", "wrong"),
-    [("unbind", [1, 3, 0, 2, 4], [1, 3, 2, 0, 4]), ("split", [0, 2, 1, 3], [0, 1, 2, 3])],
+    [
+        ("unbind", [1, 3, 0, 2, 4], [1, 3, 2, 0, 4]),
+        ("index", [1, 3, 0, 2, 4], [1, 3, 2, 0, 4]),
+        ("split", [0, 2, 1, 3], [0, 1, 2, 3]),
+    ],
 )
 def test_what_must_not_be_in_the_way(style: str, order: list[int], wrong: list[int]) -> None:
-    def parts_of(number: int = 3, order: list[int] = order, **change: bool) -> Any:
+    def parts_of(number: int = 3, order: list[int] = order, **change: Any) -> Any:
         gm = graph_of(style, number, order=order, **change)
         FUSE_CASTS(gm.graph)
         gm.graph.lint()
         names = Counter(str(node.target) for node in gm.graph.nodes)
         assert names[CAST] + names[PARTS] == 1
-        assert names["aten.cat.default"] == names[CAST]
+        assert names["aten.cat.default"] == (0 if style == "index" else names[CAST])
         casts = [node for node in gm.graph.nodes if str(node.target) == PARTS]
         return [[tuple(x.meta["val"].shape) for x in cast.args[0]] for cast in casts]
 
@@ -267,3 +291,62 @@ def test_what_must_not_be_in_the_way(style: str, order: list[int], wrong: list[i
     # tensor's, in another order.
     assert parts_of(4) == parts_of(leak=True) == parts_of(turned=False) == []
     assert parts_of(order=wrong) == []
+
+
+BY_INDEX: dict[str, tuple[Pairs, list[int]]] = {
+    "backwards": (lambda parts: list(enumerate(parts))[::-1], [0, 1, 2]),
+    "mixed": (lambda parts: [(0, parts[2]), (2, parts[0]), (1, parts[1])], [2, 1, 0]),
+    "one twice": (lambda parts: [(0, parts[0]), (1, parts[1]), (1, parts[2])], []),
+    "one left out": (lambda parts: [(0, parts[0]), (1, parts[1])], []),
+}
+
+
+@pytest.mark.parametrize("name", BY_INDEX)
+@pytest.mark.parametrize("negative", [False, True])
+def test_parts_by_index_in_their_order(name: str, negative: bool) -> None:
+    pairs, expected = BY_INDEX[name]
+    at = (lambda i: i - 3) if negative else (lambda i: i)
+    gm = graph_of("index", order=[1, 3, 0, 2, 4], pairs=pairs, at=at)
+    FUSE_CASTS(gm.graph)
+    found: list[int] = []
+    for cast in gm.graph.find_nodes(
+        op="call_function", target=torch.ops.fp8patch.quantize_parts.default
+    ):
+        for matrix in cast.args[0]:
+            part = matrix.args[0].args[0]
+            found.append(part.args[1])
+    assert found == expected
+
+
+def test_zeros_that_are_broadcast_are_no_parts() -> None:
+    gm = graph_of("index", order=[1, 3, 0, 2, 4])
+    first = gm.graph.find_nodes(op="call_function", target=aten.select_scatter.default)[0]
+    first.meta["val"] = first.meta["val"][:1]
+    FUSE_CASTS(gm.graph)
+    assert [str(n.target) for n in gm.graph.nodes if "quantize" in str(n.target)] == [CAST]
+
+
+class Rows(nn.Module):
+    """Takes two of the batch by index, which is no stack of anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.dense(x)
+        y: Tensor = x + (h[0] * h[1]).mean()
+        return y
+
+
+def test_a_batch_that_grows_is_not_pinned_down() -> None:
+    torch.manual_seed(0)
+    model: Any = fp8patch.convert_model(nn.Sequential(Rows(), Rows()), include=("*",))
+    graphs = Graphs(fuse=True)
+    fp8patch.compile_blocks(model, backend=graphs)
+    counts = []
+    for batch in (4, 4, 5, 6, 7, 8):
+        with torch.autocast("cpu", torch.bfloat16), fp8patch.autocast(backend="emulate"):
+            model(torch.randn(batch, 16, D, requires_grad=True)).sum().backward()
+        counts.append(len(graphs.casts))
+    assert counts[2] == counts[-1] > 0

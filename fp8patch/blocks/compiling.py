@@ -87,7 +87,9 @@ def reason(error: Exception) -> str:
         if line.startswith(_ASIDES):
             break
         if line and not (line.startswith("backend=") and line.endswith("raised:")):
-            told.append(line.removeprefix("Explanation: "))
+            told.append(line.removeprefix("Explanation: ").rstrip(".:"))
+    # What the model itself raised stands among the asides.
+    told += re.findall(r"Developer debug context: (raised exception .+)", text)
     what = messages.one_line(Exception(": ".join(told)) if told else error)
     _, _, trace = text.partition("from user code:")
     frames = [found for found in _FRAME.findall(trace) if not _is_a_librarys(found[0])]
@@ -97,13 +99,10 @@ def reason(error: Exception) -> str:
     return f"{what}, at {function} in {Path(file).name}, line {line}"
 
 
+# What begins a line that is no cause.
 _ASIDES = (
-    "Hint:",
-    "Developer debug",
-    "For more details",
-    "from user code",
-    "Set TORCHDYNAMO",
-    "File ",
+    *("Hint:", "Developer debug", "For more details", "from user code", "Set TORCH"),
+    *("File ", "# File ", "Caused by:"),
 )
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
 

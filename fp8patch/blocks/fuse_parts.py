@@ -80,21 +80,33 @@ def _joined(node: Node) -> tuple[Sequence[Any], Any]:
     if _is_call(node, _CAT):
         parts, dim = (*node.args, 0)[:2]
         return (parts, dim) if isinstance(parts, Sequence) and not node.kwargs else ((), 0)
-    found: dict[Any, Any] = {}
+    size = _shape(node)[0] if _shape(node) else None
+    if type(size) is not int or not size:  # (Asking one that moves would pin it down.)
+        return (), 0
+    found: dict[int, Any] = {}
     pending: list[Any] = [node]
     while pending:
         each = pending.pop()
+        if not isinstance(each, Node) or not _is_alike(each, node):
+            return (), 0
         if _is_call(each, _aten.add.Tensor) and not each.kwargs:
             pending += each.args
-        elif _is_call(each, _aten.select_scatter.default) and _is_zero(each.args[0]):
-            _, part, dim, index = each.args
-            if dim != 0 or index in found:
-                return (), 0
-            found[index] = part
-        else:
+            continue
+        if not (_is_call(each, _aten.select_scatter.default) and _is_zero(each.args[0])):
             return (), 0
-    whole = found.keys() == set(range(_shape(node)[0]))
-    return ([part for _, part in sorted(found.items())] if whole else ()), 0
+        _, part, dim, index = each.args
+        if dim != 0 or type(index) is not int or index % size in found:
+            return (), 0
+        found[index % size] = part
+    return [found[i] for i in range(size)] if len(found) == size else (), 0
+
+
+def _is_alike(node: Node, other: Node) -> bool:
+    """Of one shape and dtype: nothing is broadcast or widened on the way."""
+    a, b = node.meta.get("val"), other.meta.get("val")
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return False
+    return a.dtype == b.dtype and _is(a.shape, b.shape)
 
 
 def _is_zero(node: Any) -> bool:
