@@ -38,7 +38,7 @@ def once(key: str, text: str) -> None:
     _write(text)
 
 
-def one_line(error: BaseException) -> str:
+def one_line(error: BaseException | str) -> str:
     """What an error of another library says, for a sentence of ours: one line, cut where it is
     long, without a full stop. Its class name where it says nothing."""
     text = " ".join(str(error).split()) or type(error).__name__

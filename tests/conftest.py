@@ -23,6 +23,14 @@ hypothesis.settings.register_profile("fp8patch", derandomize=True, deadline=None
 hypothesis.settings.load_profile("fp8patch")
 
 
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing that Dynamo has compiled is there before, nor after."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="module")
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A process group of one, on the CPU."""

@@ -22,11 +22,6 @@ from fp8patch.blocks import capture, memory, replay, run
 from fp8patch.blocks import graphs as blocks_graphs
 
 D = 16
-# Dynamo's own; every file of tests that compile has these.
-QUIET = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
 
 
 class Graph:

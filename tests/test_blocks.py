@@ -2,12 +2,12 @@
 
 import copy
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from quiet import DYNAMO, FRESH
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -18,10 +18,7 @@ from fp8patch.blocks import compiling, run
 from fp8patch.blocks.find import find_blocks, structure, variants
 
 # Dynamo's own: it looks at .grad of whatever it is given, and makes a Function to trace one.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
+pytestmark = [*DYNAMO, FRESH]
 
 D = 32
 
@@ -58,13 +55,6 @@ class Two(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.b(self.a(x))
         return y
-
-
-@pytest.fixture(autouse=True)
-def _reset() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def convert(model: nn.Module) -> Any:

@@ -1,13 +1,14 @@
 """The pass that makes an activation and a cast one operator, on the graphs that Inductor gets."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from quiet import FRESH, INDUCTOR
 from torch import Tensor, nn
 
 import fp8patch
@@ -19,22 +20,10 @@ from fp8patch.ops import quantize_form
 
 transformers = pytest.importorskip("transformers")
 
-# Dynamo's and Inductor's own.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning"),
-]
+pytestmark = [*INDUCTOR, FRESH]
 
 D = 32
 CAST = "fp8patch.quantize.default"
-
-
-@pytest.fixture(autouse=True)
-def _reset() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Graphs:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_blocks_fuse import D, Graphs, _reset, losses_on_a_gpu, train
+from quiet import FRESH, INDUCTOR
+from test_blocks_fuse import D, Graphs, losses_on_a_gpu, train
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
@@ -19,12 +20,7 @@ from fp8patch.blocks.fuse import FUSE_CASTS
 
 aten = torch.ops.aten
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning"),
-]
-_reset = _reset  # A fixture of every test here too.
+pytestmark = [*INDUCTOR, FRESH]
 
 HEADS, DEPTH = 4, 16
 WIDTH = HEADS * DEPTH

@@ -1,12 +1,13 @@
 """The pass that has backward make what forward would keep, on the graphs that Inductor gets."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from quiet import FRESH, INDUCTOR
 from test_blocks_fuse import (
     CAST,
     D,
@@ -29,19 +30,7 @@ from fp8patch.ops import activation_grads
 
 transformers = pytest.importorskip("transformers")
 
-# Dynamo's and Inductor's own.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _reset() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [*INDUCTOR, FRESH]
 
 
 def fp8_kept(saved: list[Any]) -> Counter[tuple[int, ...]]:

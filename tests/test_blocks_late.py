@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from quiet import DYNAMO
 from test_blocks import Block, D, Model, compile_blocks, convert, equal, step
 from torch import Tensor, nn
 
@@ -13,10 +14,7 @@ import fp8patch
 from fp8patch.late import LateCasts
 from fp8patch.modules import base, weight_batch
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
+pytestmark = DYNAMO
 
 
 class Embedded(Model):

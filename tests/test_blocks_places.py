@@ -1,11 +1,11 @@
 """What compiled blocks take instead of slots, and that they write the same ones."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from quiet import DYNAMO, FRESH
 from test_blocks import Block, D, Model, build, compile_blocks, convert, equal, step
 from torch import Tensor, nn
 
@@ -13,17 +13,7 @@ import fp8patch
 from fp8patch.blocks.places import Places
 from fp8patch.slots import ROLES, Place
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _reset() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [*DYNAMO, FRESH]
 
 
 class Siblings(nn.Module):

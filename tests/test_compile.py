@@ -3,12 +3,12 @@
 import copy
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from quiet import DYNAMO, FRESH
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -16,10 +16,7 @@ import fp8patch
 from fp8patch.slots import SlotState
 
 # Dynamo's own: it looks at .grad of whatever it is given, and makes a Function to trace one.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
+pytestmark = [*DYNAMO, FRESH]
 
 D = 32
 
@@ -51,13 +48,6 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
-
-
-@pytest.fixture(autouse=True)
-def _reset() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def build(recipe: str | fp8patch.Recipe) -> Any:

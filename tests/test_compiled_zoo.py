@@ -5,23 +5,21 @@ Three lengths (numbers of images), a smaller last batch, evaluation in between. 
 with `fullgraph=True`, so that a graph break would show as a block that is left eager.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from quiet import DYNAMO, FRESH
 from torch import Tensor, nn
 
 import fp8patch
 from fp8patch.blocks.find import _scalars, find_blocks, structure
 
 # Dynamo's own: it looks at .grad of whatever it is given, and makes a Function to trace one.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
+pytestmark = [*DYNAMO, FRESH]
 
 TEXT = {
     "vocab_size": 64,
@@ -165,13 +163,6 @@ def kinds(model: nn.Module) -> int:
         narrow = [vars(m).get("_fp8_narrow") for m in block.module.modules()]
         found.add((structure(block.module), tuple(sorted(flags.items())), tuple(narrow)))
     return len(found)
-
-
-@pytest.fixture(autouse=True)
-def _reset() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -19,22 +19,33 @@ D = 32
 
 
 class Gelu(nn.Module):
-    def __init__(self, approximate: str = "none") -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
-        self.approximate = approximate
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate=self.approximate))
-
-
-class Silu(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
 
+    def activation(self, x: Tensor) -> Tensor:
+        return F.gelu(x)
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.up(x)))
+        y: Tensor = self.down(self.activation(self.up(x)))
+        return y
+
+
+class GeluTanh(Gelu):
+    def activation(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
+
+
+class Silu(Gelu):
+    def activation(self, x: Tensor) -> Tensor:
+        return F.silu(x)
+
+
+class Relu(Gelu):
+    """Whose argument nobody keeps."""
+
+    def activation(self, x: Tensor) -> Tensor:
+        return F.relu(x)
 
 
 class SwiGlu(nn.Module):
@@ -59,17 +70,6 @@ class Attention(nn.Module):
         return self.proj(out.transpose(1, 2).reshape(x.shape))
 
 
-class Relu(nn.Module):
-    """Whose argument nobody keeps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.relu(self.up(x)))
-
-
 class Model(nn.Module):
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Model(nn.Module):
 
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "gelu": Gelu,
-    "gelu tanh": lambda: Gelu("tanh"),
+    "gelu tanh": GeluTanh,
     "silu": Silu,
     "swiglu": SwiGlu,
     "attention": Attention,

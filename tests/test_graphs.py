@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from quiet import DYNAMO
 from torch import Tensor, nn
 
 import fp8patch
@@ -17,10 +18,7 @@ from fp8patch.blocks import memory, run
 from fp8patch.blocks.graphs import Graphs
 from fp8patch.ops import quantize as ops
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
+pytestmark = DYNAMO
 
 D = 32
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from injected import armed
+from quiet import DYNAMO
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fp8patch import messages
@@ -20,8 +21,7 @@ from fp8patch.errors import Fp8PatchError
 from fp8patch.train_options import TrainOptions
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    *DYNAMO,
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning"),
 ]
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from graph_machine import (
     LAYERS,
-    QUIET,
     Block,
     Machine,
     Model,
@@ -16,12 +15,13 @@ from graph_machine import (
     gradients,
     training,
 )
+from quiet import DYNAMO
 from torch import Tensor, nn
 
 import fp8patch
 from fp8patch.blocks import capture, memory, replay
 
-pytestmark = QUIET
+pytestmark = DYNAMO
 
 
 def test_steps(machine: Machine) -> None:

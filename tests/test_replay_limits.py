@@ -6,7 +6,6 @@ import pytest
 import torch
 from graph_machine import (
     LAYERS,
-    QUIET,
     Block,
     D,
     Machine,
@@ -14,13 +13,14 @@ from graph_machine import (
     both,
     training,
 )
+from quiet import DYNAMO
 from torch import Tensor, nn
 
 import fp8patch
 from fp8patch import messages
 from fp8patch.blocks import memory, replay
 
-pytestmark = QUIET
+pytestmark = DYNAMO
 
 
 class Moving(Block):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from graph_machine import (
     LAYERS,
-    QUIET,
     Block,
     D,
     Machine,
@@ -19,13 +18,14 @@ from graph_machine import (
     gradients,
     training,
 )
+from quiet import DYNAMO
 from torch import Tensor, nn
 
 import fp8patch
 from fp8patch import messages
 from fp8patch.blocks import capture
 
-pytestmark = QUIET
+pytestmark = DYNAMO
 
 
 class Siamese(Model):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from graph_machine import (
     LAYERS,
-    QUIET,
     Block,
     D,
     Machine,
@@ -17,11 +16,12 @@ from graph_machine import (
     gradients,
     training,
 )
+from quiet import DYNAMO
 from torch import Tensor, nn
 
 import fp8patch
 
-pytestmark = QUIET
+pytestmark = DYNAMO
 
 
 class Two(Model):

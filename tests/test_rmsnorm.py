@@ -11,6 +11,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from plan_cases import RMS, GatedRMSNorm, holder
+from quiet import DYNAMO
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
@@ -28,8 +29,7 @@ pytestmark = [
     # Said by stock nn.RMSNorm of the dtypes that it is tested with.
     pytest.mark.filterwarnings("ignore:Mismatch dtype:UserWarning"),
     # Dynamo's own, as in test_compile.py.
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    *DYNAMO,
 ]
 
 D = 32

@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from test_weight_again import D, OneByOne, together  # noqa: F401
+from test_weight_again import (  # noqa: F401
+    D,
+    OneByOne,
+    elsewhere,
+    replaced,
+    together,
+    transposed,
+    written,
+)
 from torch import Tensor, nn
 
 import fp8patch
@@ -203,23 +211,6 @@ def test_no_second_set_while_the_first_is_held(
     monkeypatch.setattr(weight_afresh, "_new_outputs", watched)
     forward(model, 0)
     assert alive == [[None] * LAYERS] * LAYERS
-
-
-def written(model: Any) -> None:
-    with torch.no_grad():
-        model[1].weight.add_(1)
-
-
-def replaced(model: Any) -> None:
-    model[1].weight = nn.Parameter(model[1].weight.detach().clone())
-
-
-def elsewhere(model: Any) -> None:
-    model[1].weight.data = model[1].weight.data.clone()
-
-
-def transposed(model: Any) -> None:
-    model[1].weight.data = model[1].weight.data.t()
 
 
 def announced(model: Any) -> None:

@@ -1,6 +1,5 @@
 """Which rows Inductor is told to read once (blocks/wide_rows.py)."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 import torch._inductor.compile_fx
 import torch._inductor.utils
 from functorch.compile import make_boxed_func
+from quiet import FRESH, INDUCTOR
 from torch import nn
 from torch._inductor.choices import InductorChoices
 from torch._inductor.runtime.hints import ReductionHint
@@ -16,21 +16,10 @@ from torch._inductor.virtualized import V
 from torch.nn import functional as F
 
 import fp8patch
+from fp8patch import messages
 from fp8patch.blocks import compiling, wide_rows
 
-# Dynamo's and Inductor's own.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _reset() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [*INDUCTOR, FRESH]
 
 
 def features(width: int, hint: ReductionHint) -> Any:
@@ -100,7 +89,10 @@ def test_blocks_are_compiled_so_forward_and_backward(monkeypatch: pytest.MonkeyP
     assert type(V.choices) is InductorChoices
 
 
-def test_choices_of_somebody_else_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_of_somebody_else_stay(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "_seen", set())
     seen = inner(monkeypatch)
 
     class Theirs(InductorChoices):
@@ -109,6 +101,7 @@ def test_choices_of_somebody_else_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     with V.set_choices_handler(Theirs()):
         wide_rows.compile_inner(lambda: None)
     assert seen == [Theirs]
+    assert "choices of somebody else's already" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

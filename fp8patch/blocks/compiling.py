@@ -90,7 +90,7 @@ def reason(error: Exception) -> str:
             told.append(line.removeprefix("Explanation: ").rstrip(".:"))
     # What the model itself raised stands among the asides.
     told += re.findall(r"Developer debug context: (raised exception .+)", text)
-    what = messages.one_line(Exception(": ".join(told)) if told else error)
+    what = messages.one_line(": ".join(told) or error)
     _, _, trace = text.partition("from user code:")
     frames = [found for found in _FRAME.findall(trace) if not _is_a_librarys(found[0])]
     if not frames:

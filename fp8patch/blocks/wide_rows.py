@@ -7,6 +7,8 @@ and to normalise them, and draws the random numbers of a dropout in front twice 
 import functools
 from typing import Any
 
+from fp8patch import messages
+
 __all__ = ["compile_inner"]
 
 # On an H200, a norm behind a residual: 101 us instead of 133 for 25216 rows of 1280, 153 instead of
@@ -23,8 +25,12 @@ def compile_inner(*args: Any, **kwargs: Any) -> Any:
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
-    # Somebody else's choices stay.
     if type(V.choices) is not InductorChoices:
+        messages.once(
+            "choices",
+            "Inductor has choices of somebody else's already, so rows of more than 1024 that are "
+            "normalised may be read twice.",
+        )
         return compile_fx_inner(*args, **kwargs)
     with V.set_choices_handler(_choices()()):
         return compile_fx_inner(*args, **kwargs)

@@ -22,7 +22,7 @@ TABLES = "afresh"
 
 
 class Group(NamedTuple):
-    """What the weights of one launch have in common.
+    """What the weights of one launch have in common; of those that an optimizer steps, too.
 
     Attributes:
         observed: Their slots have yet to observe them.
@@ -44,11 +44,14 @@ def is_due(module: Any, observe: bool) -> bool:
     return known.outdated or not seen
 
 
-def group_of(module: Any, weight: Tensor, observe: bool) -> Group:
+def group_of(module: Any, weight: Tensor, observe: bool, settled: bool) -> Group:
     """What `weight` can be cast together with."""
-    first = observe and module._fp8_path not in module._fp8_bank.weights_seen
-    live = module._fp8_recipe.scaling == "current" or not weight.requires_grad
-    return Group(weight.device, weight.dtype, first, live, limit(module._fp8_recipe, WEIGHT))
+    bank, recipe = module._fp8_bank, module._fp8_recipe
+    first = observe and module._fp8_path not in bank.weights_seen
+    live = recipe.scaling == "current" or not (settled or weight.requires_grad)
+    # Live ones have no history and so no margin, and a stepped one has a scale: one for all.
+    largest = limit(bank.recipe if settled else recipe, WEIGHT)
+    return Group(weight.device, weight.dtype, first, live, largest)
 
 
 def cast_together(group: Group, modules: list[Any], observe: bool) -> bool:

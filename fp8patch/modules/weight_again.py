@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from fp8patch.modules.weight_afresh import Group
 from fp8patch.modules.weights import WeightState
 from fp8patch.ops.quantize import is_cold
 from fp8patch.slots import Slot
@@ -38,19 +39,19 @@ class Batch:
     Attributes:
         asked: The ids of all modules that were asked about: those of the batch, and others.
         others: Where the others are among them.
-        group: What they have in common, as weight_batch.py has it.
+        group: What they have in common.
         casts: The launch.
     """
 
     asked: list[int]
     others: list[int]
-    group: Any
+    group: Group
     casts: Any
     noted: list[_Noted]
     paths: frozenset[str]
 
     @staticmethod
-    def of(members: list[Any], modules: list[Any], group: Any, casts: Any) -> "Batch | None":
+    def of(members: list[Any], modules: list[Any], group: Group, casts: Any) -> "Batch | None":
         """Note what is true of `modules`, which were just cast; None where that can't be."""
         if not all(map(_is_plain, modules)):
             return None
@@ -72,9 +73,9 @@ class Batch:
         owners = {id(each.owner): each.owner for each in self.noted}.values()
         if any(owner is None or owner() is None for owner in owners):
             return False
-        live: bool = self.group[3]  # (then no scale is read)
         return all(map(_as_noted, self.noted)) and (
-            live or not any(is_cold(each.slot.scale) for each in self.noted)
+            # (No scale is read then.)
+            self.group.live or not any(is_cold(each.slot.scale) for each in self.noted)
         )
 
     def note_quantized(self, bank: Any) -> None:

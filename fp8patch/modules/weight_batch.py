@@ -12,15 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from fp8patch.modules import weight_afresh
+from fp8patch.modules.weight_afresh import Group
 from fp8patch.modules.weight_again import Batch
 from fp8patch.modules.weights import is_fresh, note_quantized, settled_owner
 from fp8patch.ops.fused import many_casts
 from fp8patch.ops.quantize import ALIGNMENT, is_cold
-from fp8patch.slots import WEIGHT, limit
-
-# (device, dtype of the weights, they are observed, they are scaled by their live amax)
-_Group = tuple[torch.device, torch.dtype, bool, bool]
-
 
 # Where a bank's `casts` keep the last batch.
 _AGAIN = "again"
@@ -46,8 +42,8 @@ def refresh_together(members: list[Any], observe: bool) -> list[Any]:
 
 def _find_out(members: list[Any], asked: list[Any], observe: bool) -> list[Any]:
     """What can be cast together, of those that are `asked` about, and do it."""
-    groups: dict[_Group, list[Any]] = {}
-    unsettled: dict[weight_afresh.Group, list[Any]] = {}
+    groups: dict[Group, list[Any]] = {}
+    unsettled: dict[Group, list[Any]] = {}
     left = []
     for module in asked:
         weight = module.weight
@@ -57,13 +53,9 @@ def _find_out(members: list[Any], asked: list[Any], observe: bool) -> list[Any]:
         due = _is_due if settled else weight_afresh.is_due
         if not (_is_ordinary(module, weight, settled) and due(module, observe)):
             left.append(module)
-        elif not settled:
-            alike = weight_afresh.group_of(module, weight, observe)
-            unsettled.setdefault(alike, []).append(module)
-        else:
-            first = observe and module._fp8_path not in module._fp8_bank.weights_seen
-            live = module._fp8_recipe.scaling == "current"
-            groups.setdefault((weight.device, weight.dtype, first, live), []).append(module)
+            continue
+        alike = weight_afresh.group_of(module, weight, observe, settled)
+        (groups if settled else unsettled).setdefault(alike, []).append(module)
     if not groups:
         _let_go(members)
     for alike, modules in unsettled.items():
@@ -79,7 +71,7 @@ def _find_out(members: list[Any], asked: list[Any], observe: bool) -> list[Any]:
         _launch(bank, group, modules, casts)
         for module in modules:
             note_quantized(module, module.weight, observe)
-        if group[2] and modules is largest and asked is members:
+        if group.observed and modules is largest and asked is members:
             bank.casts[_AGAIN] = Batch.of(members, modules, group, casts)
     return left
 
@@ -123,13 +115,13 @@ def _has_kernel(weight: Tensor) -> bool:
     return weight.is_cuda
 
 
-def _casts(group: _Group, modules: list[Any]) -> Any:
+def _casts(group: Group, modules: list[Any]) -> Any:
     """The launch for these modules; None where there is no Triton."""
     bank = modules[0]._fp8_bank
     jobs = [_job(module) for module in modules]
     addresses = [(job[0].data_ptr(), job[1].data_ptr(), job[4].data_ptr()) for job in jobs]
     # One table for observed and other casts: it keeps what it writes to alive, replaced or not.
-    key = group[0], group[1], group[3]
+    key = group.device, group.dtype, group.live
     known, casts = bank.casts.get(key, (None, None))
     if known != addresses:
         casts = many_casts(jobs)
@@ -137,12 +129,10 @@ def _casts(group: _Group, modules: list[Any]) -> Any:
     return casts
 
 
-def _launch(bank: Any, group: _Group, modules: list[Any], casts: Any) -> None:
-    # What live amax are brought to; without a history there is no margin, so it is one for all.
-    largest = limit(modules[0]._fp8_recipe, WEIGHT)
+def _launch(bank: Any, group: Group, modules: list[Any], casts: Any) -> None:
     bank.late.defer(
-        partial(casts.run, largest, live=group[3], observe=group[2]),
-        partial(_undo, modules, observed=group[2]),
+        partial(casts.run, group.largest, live=group.live, observe=group.observed),
+        partial(_undo, modules, observed=group.observed),
     )
 
 
