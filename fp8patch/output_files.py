@@ -50,7 +50,10 @@ def publish(path: Path, write: Callable[[Path], Any], *, keep: bool = True) -> N
         if keep:
             partial.replace(target)
     except OSError as error:
-        raise Fp8PatchError(f"{path}: cannot be written: {error.strerror}.") from None
+        raise Fp8PatchError(
+            f"{path}: cannot be written: {error.strerror}. Check the path, its permissions and the "
+            "disk."
+        ) from None
     finally:
         if partial is not None:
             with suppress(OSError):

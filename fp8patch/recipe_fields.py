@@ -115,11 +115,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
-def nearest(word: Any, choices: "list[str] | tuple[str, ...]") -> str:
+def nearest(word: Any, choices: "list[str] | tuple[str, ...]", cutoff: float = 0.5) -> str:
     """' Did you mean X?' for the choice most like `word`, or '' when none is close."""
     if not isinstance(word, str):
         return ""
-    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=cutoff)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

@@ -27,13 +27,13 @@ Not in the prediction: casts that siblings share (q, k and v) or that an earlier
 which make FP8 better than it says, and the CPU's time to launch kernels, which makes it worse.
 """
 
-import difflib
 from dataclasses import dataclass, replace
 
 from fp8patch import hardware as hw
 from fp8patch.errors import PlanError
 from fp8patch.rates import Rates, from_data_sheet, measured
 from fp8patch.recipe import Precision, Recipe
+from fp8patch.recipe_fields import nearest
 
 __all__ = [
     "GPUS",
@@ -153,9 +153,10 @@ def resolve_gpu(name: str = "auto", hardware: hw.Hardware | None = None) -> Gpu 
     if key in GPUS:
         return GPUS[key]
     allowed = ["auto", *GPUS]
-    close = difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise PlanError(f"no figures for a GPU named {name!r}.{hint} Allowed: {', '.join(allowed)}.")
+    raise PlanError(
+        f"no figures for a GPU named {name!r}.{nearest(key, allowed)} Allowed: "
+        f"{', '.join(allowed)}."
+    )
 
 
 def predict_gain(m: int, n: int, k: int, gpu: Gpu, recipe: Recipe | None = None) -> float:

@@ -288,6 +288,7 @@ NO_GPU = hardware.classify("cpu", "CPU", problem="no GPU is visible")
         (["tiny"], 1, "no GPU is visible. --emulate runs the command on the CPU"),
         (["--gemm"], 1, "no GPU is visible"),
         (["/no/such/model", "--emulate"], 1, "no such directory"),
+        (["bert-larg", "--emulate"], 1, "Did you mean 'bert-large'? Workloads: "),
         (["tiny", "--emulate", "--contenders", "bf16,frob"], 1, "no contender named 'frob'"),
         (["tiny", "--emulate", "--contenders", "fp8-graphs"], 1, "no CUDA graphs"),
         (["--from-json", "/no/such/file"], 1, "cannot be read"),

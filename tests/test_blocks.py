@@ -307,6 +307,49 @@ def test_what_breaks_is_left_eager_and_named(capsys: pytest.CaptureFixture[str])
     assert counter.frame_count == 1
 
 
+def test_what_the_model_raises_is_no_reason_to_leave_it_eager(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Raises(Block):
+        def forward(self, x: Tensor, wrong: bool = False) -> Tensor:
+            if wrong:
+                raise ValueError("the model's own")
+            return super().forward(x)
+
+    class Wrong(Model):
+        wrong = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * self.scale
+            for block in self.blocks:
+                x = block(x, self.wrong)
+            return x
+
+    model = convert(Wrong(Raises))
+    found, counter = compile_blocks(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, torch.randn(2, 8, D), optimizer)
+    model.wrong = True
+    with pytest.raises(ValueError, match="the model's own"):
+        step(model, torch.randn(2, 8, D), optimizer)
+    model.wrong = False
+    step(model, torch.randn(2, 8, D), optimizer)
+    assert found.left == {}
+    assert counter.frame_count == 1
+    assert "eager" not in capsys.readouterr().err
+
+
+def test_one_layer_several_times_in_a_list_is_compiled() -> None:
+    model = convert(Model())
+    model.blocks = nn.ModuleList([model.blocks[0]] * 2)
+    found, counter = compile_blocks(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        step(model, torch.randn(2, 8, D), optimizer)
+    assert found.names == ("blocks.0",)
+    assert counter.frame_count == 1
+
+
 def test_one_odd_call_leaves_the_others_compiled(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -407,6 +450,8 @@ def test_undo_copies_and_calling_it_again() -> None:
     step(model, x)
     assert second.frame_count == 1
     found.undo()
+    assert repr(found) == "CompiledBlocks(no blocks)"
+    assert not found.names
 
 
 def test_hooks_of_a_block_run_around_it() -> None:

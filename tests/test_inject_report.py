@@ -18,6 +18,7 @@ from trap_models import blocks, llama, noise, tokens
 import fp8patch
 from fp8patch.errors import HardwareError
 from fp8patch.inject import compat, conflicts, patch
+from fp8patch.inject import report as reports
 from fp8patch.inject.report import write_report
 
 
@@ -69,8 +70,22 @@ def test_a_report_that_cannot_be_written_ends_nothing(
         said = capsys.readouterr().err
         assert said.count("the report can't be written, and the run goes on.") == 1
         write_report(run, "finished")
-    assert "the last report can't be written: what is there is older." in capsys.readouterr().err
+    last = capsys.readouterr().err
+    assert "the last report can't be written. " in last
+    assert "older" not in last  # there is none
     assert "cannot be written: No such file or directory" in said
+
+
+def test_an_older_report_is_said_to_be_older(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "report.json"
+    with armed(backend="emulate", report=path) as run:
+        steps(llama(), 2)
+        monkeypatch.setattr(reports, "write_json", lambda path, values: "The disk is full.")
+        write_report(run, "finished")
+    assert path.exists()
+    assert "The disk is full. What is there is older." in capsys.readouterr().err
 
 
 def test_check_stops_after_the_third_step(capsys: pytest.CaptureFixture[str]) -> None:

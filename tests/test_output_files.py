@@ -120,7 +120,7 @@ def test_bench_replaces_rows_alone(tmp_path: Path) -> None:
 def test_a_name_that_cannot_be_written(name: str, why: str, keep: bool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     path = tmp_path / name
-    with pytest.raises(Fp8PatchError, match=f"cannot be written: {why}\\.$"):
+    with pytest.raises(Fp8PatchError, match=f"cannot be written: {why}\\. Check the path"):
         publish(path, lambda partial: partial.write_text("new"), keep=keep)
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text() == "mine"

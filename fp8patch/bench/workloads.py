@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fp8patch.bench.gpt import GptLayers
 from fp8patch.checkpoint.skeleton import model_from_config
 from fp8patch.errors import Fp8PatchError
+from fp8patch.recipe_fields import nearest
 
 __all__ = ["WORKLOADS", "Training", "Workload", "resolve"]
 
@@ -120,6 +121,12 @@ def resolve(name: str, *, batch: int | None = None, seq: int | None = None) -> W
                 f"--seq {seq}: {name} has {found.seq} tokens an image. Leave it out; --batch works."
             )
     else:
+        # (Much alike: the hub has a bert-base-uncased.)
+        like = nearest(name, tuple(WORKLOADS), cutoff=0.85)
+        if like and not Path(name).exists():
+            raise Fp8PatchError(
+                f"{name}: no such workload or directory.{like} Workloads: {', '.join(WORKLOADS)}."
+            )
         found = Workload(name=name, batch=8, seq=512, source=name)
     return replace(found, batch=batch or found.batch, seq=seq or found.seq)
 

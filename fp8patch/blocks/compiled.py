@@ -171,7 +171,7 @@ class CompiledBlocks:
             bank.late.wanted = False
         if self._graphs is not None:
             self._graphs.end()
-        self._calls, self._parts = [], []
+        self._calls, self._parts, self.names, self.structures = [], [], (), {}
 
 
 def _bank(module: nn.Module) -> Any:

@@ -79,8 +79,12 @@ def _only_children(model: nn.Module, wanted: Any) -> Iterator[Block]:
     """What is alone in a list, and more than one layer; of lists in lists, the outermost."""
     inside: set[int] = set()
     for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == 1 and id(module) not in inside:
-            (name, child), *_ = module.named_children()
+        if isinstance(module, nn.ModuleList) and id(module) not in inside:
+            # (Each once: a list may hold one layer several times.)
+            children = list(module.named_children())
+            if len(children) != 1:
+                continue
+            ((name, child),) = children
             if sum(map(wanted, child.modules())) > 1:
                 inside.update(map(id, child.modules()))
                 yield Block(f"{path}.{name}" if path else name, child)

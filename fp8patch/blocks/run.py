@@ -173,13 +173,14 @@ class BlockCall:
         block: Any = self._block()
         structure = self.structure
         dynamic, graphs = structure.choose(_shapes(args, kwargs), graphs)
+        failure: Exception | None = None
         if dynamic not in structure.failed:
             try:
                 with arguments_of((args, kwargs) if graphs else None):
                     output = structure.compiled(dynamic)(block, args, kwargs)
             except _failures() as error:
                 # Raised while compiling, before anything has run.
-                self._give_up(dynamic, error)
+                failure = error
             except RuntimeError as error:
                 if "no compiled frames" not in str(error):
                     raise
@@ -189,7 +190,11 @@ class BlockCall:
                 if graphs and self._wrote is not None:
                     self._wrote(output)
                 return output
-        return type(block).forward(block, *args, **kwargs)
+        output = type(block).forward(block, *args, **kwargs)
+        # Not where this raised as well: that is the model's own doing, and the next call may not.
+        if failure is not None:
+            self._give_up(dynamic, failure)
+        return output
 
     def _give_up(self, dynamic: bool, error: Exception) -> None:
         if type(error).__name__ == "FailOnRecompileLimitHit":

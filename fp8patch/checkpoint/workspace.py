@@ -90,7 +90,7 @@ def why(error: OSError) -> str:
 
 def write_error(path: str | Path, error: OSError) -> CheckpointError:
     """What to raise when `path` could not be written."""
-    remedy = "" if error.errno in _FULL else " Check the path and its permissions."
+    remedy = "" if error.errno in (*_FULL, errno.EFBIG) else " Check the path and its permissions."
     return CheckpointError(
         f"{path}: cannot be written: {why(error)}{remedy} What was there before is untouched."
     )

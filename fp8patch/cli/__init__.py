@@ -92,11 +92,15 @@ class _Commands(TyperGroup):
             raise typer.Exit(_READER_LEFT) from None
 
     def invoke(self, ctx: Any) -> Any:
+        given = [*ctx._protected_args, *ctx.args]
         # Not `except Exception`: a fault of ours keeps its traceback, and typer.Exit its way out.
         try:
             result = super().invoke(ctx)
             _flush()
             return result
+        except typer.BadParameter as error:
+            error.message = _with_value(error, given)
+            raise
         except BrokenPipeError:
             _drop_output()
             raise typer.Exit(_READER_LEFT) from None
@@ -153,6 +157,17 @@ def _quiet_others() -> None:
     # library that does not load, an interface that will go). They say nothing about this command.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _with_value(error: typer.BadParameter, given: list[str]) -> str:
+    """What a wrong option is told, with the value that it was given: typer leaves it out."""
+    for option in getattr(error.param, "opts", ()):
+        for at, word in enumerate(given):
+            name, equals, value = word.partition("=")
+            if name == option and (equals or at + 1 < len(given)):
+                value = value if equals else given[at + 1]
+                return error.message if value in error.message else f"{value!r}: {error.message}"
+    return error.message
 
 
 def _reason(error: OSError) -> str:

@@ -3,7 +3,6 @@
 What is written is the format's own, and nothing of ours: the library that owns it loads it.
 """
 
-import difflib
 import json
 import re
 from collections.abc import Iterable
@@ -22,6 +21,7 @@ from fp8patch.export.formats import BlockFp8, CompressedTensors, Format
 from fp8patch.export.layers import Kept, Selected, select
 from fp8patch.export.weights import write_weights
 from fp8patch.plan.model import Plan, plan_model
+from fp8patch.recipe_fields import nearest
 
 __all__ = ["FORMATS", "ExportedDirectory", "export_directory"]
 
@@ -124,10 +124,9 @@ def _format(name: str) -> Format:
 
         forms[name] = TorchAo
     if name not in forms:
-        close = difflib.get_close_matches(name, FORMATS, n=1, cutoff=0.4)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ConversionError(
-            f"export: there is no format {name!r}.{hint} Formats: {', '.join(FORMATS)}."
+            f"export: there is no format {name!r}.{nearest(name, FORMATS)} Formats: "
+            f"{', '.join(FORMATS)}."
         )
     return forms[name]()
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import platform
 import sys
 from collections import Counter
@@ -297,7 +298,8 @@ def write_report(run: "Facts", state: str) -> None:
     if why and state == "running":
         messages.once("no report", f"the report can't be written, and the run goes on. {why}")
     elif why:
-        messages.warn(f"the last report can't be written: what is there is older. {why}")
+        older = " What is there is older." if path is not None and os.path.isfile(path) else ""
+        messages.warn(f"the last report can't be written. {why}{older}")
 
 
 def _ms(seconds: float) -> str:
