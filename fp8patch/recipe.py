@@ -50,6 +50,8 @@ class Recipe:
         misaligned: What to do when a feature count is not a multiple of 16.
         min_gain: Skip layers predicted to gain less; None leaves it to the caller.
         norm_output: Precision of a converted norm's output under autocast.
+        loss: A cross entropy in the model's training forward, on a GPU: `fused`, which makes no
+            FP32 copy of the logits, or PyTorch's own.
         overrides: Other values for single layers (recipe_overrides.py); given as a mapping
             {pattern: {field: value}}.
 
@@ -71,6 +73,7 @@ class Recipe:
     misaligned: Literal["skip", "pad"] = "skip"
     min_gain: float | None = None
     norm_output: Literal["auto", "bf16", "fp32"] = "auto"
+    loss: Literal["fused", "stock"] = "fused"
     overrides: tuple[Override, ...] = ()
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "wgrad": ("fp8", "bf16"),
     "misaligned": ("skip", "pad"),
     "norm_output": ("auto", "bf16", "fp32"),
+    "loss": ("fused", "stock"),
 }
 _INTEGERS: dict[str, tuple[int, int]] = {
     "amax_history_len": (1, 65536),

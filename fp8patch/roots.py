@@ -18,6 +18,7 @@ from torch import nn
 from fp8patch import input_cache, messages
 from fp8patch.backward import arm_backward
 from fp8patch.compiler import outside_compiler
+from fp8patch.fused_loss import FusedLosses
 from fp8patch.observation import WatchReaders
 from fp8patch.regions import (
     Region,
@@ -93,6 +94,10 @@ def enter_root(root: Any, args: Any) -> None:
                 members[0].refresh_weights(members, training)
         if training and bank.observation is not None and not state.roots:
             call.contexts = _observing(root, bank)
+        if training and not state.roots and bank.recipe.loss == "fused":
+            losses = FusedLosses(root)
+            losses.__enter__()
+            call.contexts.append(losses)
     state.roots.append(call)
     if region.training is not training:  # (Not where a root inside another one is called.)
         region = dataclasses.replace(region, training=training)

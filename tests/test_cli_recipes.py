@@ -246,5 +246,14 @@ def test_what_layers_need_and_cost() -> None:
 def test_every_field_of_an_override_is_one_of_a_recipe() -> None:
     fields = Recipe().to_dict()
     assert set(FIELDS) < set(fields)
-    never = {"name", "skip", "include", "misaligned", "min_gain", "norm_output", "overrides"}
+    never = {
+        "name",
+        "skip",
+        "include",
+        "misaligned",
+        "min_gain",
+        "norm_output",
+        "loss",
+        "overrides",
+    }
     assert set(fields) - set(FIELDS) == never

@@ -45,6 +45,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "input_cache.py",
         "regions.py",
         "backward.py",
+        "deferred.py",
+        "fused_loss.py",
         "roots.py",
         "amp.py",
     ),

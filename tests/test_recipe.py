@@ -201,6 +201,7 @@ def test_a_bad_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
         ("wgrad", "fp16", "fp8 or bf16"),
         ("misaligned", None, "skip or pad"),
         ("norm_output", "fp16", "auto, bf16 or fp32"),
+        ("loss", "fast", "fused or stock"),
         ("amax_history_len", 0, "from 1 to 65536"),
         ("amax_history_len", True, "whole number"),
         ("amax_history_len", 2.0, "whole number"),

@@ -19,6 +19,7 @@ _FIXED_BY_CONVERSION = (
     "margin",
     "misaligned",
     "norm_output",
+    "loss",
 )
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

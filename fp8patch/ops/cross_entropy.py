@@ -1,0 +1,96 @@
+"""Cross entropy of many classes, which reads the logits as they are and keeps nothing as wide.
+
+    loss[m] = logsumexp(x[m]) - x[m, label[m]]
+    grad[m] = (softmax(x[m]) - onehot(label[m])) * by_loss[m]
+
+PyTorch makes FP32 log-probabilities of all classes, and their gradient, before it comes to the
+gradient of the logits: at 8192 tokens and 32000 classes 1 GB each, and the logits in FP32 besides.
+Here a forward reads the logits once and keeps one number a row; backward reads them again, and
+writes their gradient. Arithmetic is FP32; a gradient is rounded once, when it is written.
+"""
+
+import math
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8patch import messages
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@cache
+def kernels() -> Any:
+    """The Triton kernels, or None where there is no Triton."""
+    try:
+        from fp8patch.ops.triton import cross_entropy
+    except ImportError as error:
+        messages.note(f"no Triton here ({error}), so losses run as plain PyTorch.")
+        return None
+    return cross_entropy
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses of rows, and their mean.
+
+    Args:
+        logits: [M, V] in FP32, BF16 or FP16; classes are neighbours in memory, rows need not be.
+        labels: [M], int64. A label that is neither a class nor `ignored` makes its loss nan.
+        ignored: The label of rows that have no loss.
+
+    Returns:
+        losses FP32 [M], 0 where ignored; lse FP32 [M], which backward wants; FP32 [2]: the sum of
+        the losses, and how many rows have one.
+    """
+    if logits.is_cuda and logits.numel() and (found := kernels()) is not None:
+        return found.cross_entropy(logits, labels, ignored)  # type: ignore[no-any-return]
+    x = logits.float()
+    has_loss = labels != ignored
+    chosen = torch.where(has_loss, labels, 0)
+    known = (chosen >= 0) & (chosen < x.shape[1])
+    top = x.amax(1)
+    # Where all is -inf there is nothing to subtract. (inf becomes nan: it has no gradient either.)
+    top = torch.where(top > -math.inf, top, 0.0)
+    lse = top + (x - top.unsqueeze(1)).exp().sum(1).log()
+    picked = x.gather(1, torch.where(known, chosen, 0).unsqueeze(1)).squeeze(1)
+    losses = torch.where(known, lse - picked, float("nan"))
+    losses = torch.where(has_loss, losses, 0.0)
+    return losses, lse, torch.stack([losses.sum(), has_loss.sum().float()])
+
+
+def cross_entropy_backward(
+    logits: Tensor, labels: Tensor, lse: Tensor, by_loss: Tensor, ignored: int
+) -> Tensor:
+    """The gradient of the logits.
+
+    Args:
+        logits, labels, lse, ignored: What the forward was given, and returned.
+        by_loss: FP32, the gradient of each row's loss: [M], or a scalar for all rows.
+
+    Returns:
+        [M, V] like the logits; zero where ignored. Its rows begin at multiples of 16 bytes, so
+        that tensor cores can read it where V is odd.
+    """
+    width = width_of(logits)
+    if logits.is_cuda and logits.numel() and (found := kernels()) is not None:
+        return found.cross_entropy_backward(  # type: ignore[no-any-return]
+            logits, labels, lse, by_loss, ignored, width
+        )
+    x = logits.float()
+    has_loss = labels != ignored
+    grad = (x - lse.unsqueeze(1)).exp()
+    classes = torch.arange(x.shape[1], device=x.device)
+    grad -= (labels.unsqueeze(1) == classes).float()
+    grad *= torch.where(has_loss, by_loss, 0.0).unsqueeze(1)
+    grad = torch.where(has_loss.unsqueeze(1), grad, 0.0)
+    whole = logits.new_zeros(logits.shape[0], width)
+    whole[:, : x.shape[1]] = grad
+    return whole[:, : x.shape[1]]
+
+
+def width_of(logits: Tensor) -> int:
+    """Elements of a row whose start is a multiple of 16 bytes."""
+    each = 16 // logits.element_size()
+    return -(-logits.shape[1] // each) * each
