@@ -23,11 +23,14 @@ are up to 0.25 below their counterparts on the larger ones and as much as 0.22 a
 smallest. There an FP8 GEMM runs at twice the BF16 rate, here at the 1.8 times that were measured;
 there weights are BF16 and casts run at the speed of a copy, but every cast counts more launches.
 
-Not in the prediction: casts that siblings share (q, k and v) or that an earlier layer takes over,
-which make FP8 better than it says, and the CPU's time to launch kernels, which makes it worse.
+This is one Linear by itself. Casts that siblings share (q, k and v) or that an activation before
+takes over make FP8 better than that, and all else that a step does makes it matter less: of both
+knows `plan/step.py`, which predicts a whole step. The CPU's time to launch kernels is in neither.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from fp8patch import hardware as hw
 from fp8patch.errors import PlanError
@@ -38,6 +41,9 @@ from fp8patch.recipe_fields import nearest
 __all__ = [
     "GPUS",
     "Gpu",
+    "Operand",
+    "bf16_seconds",
+    "fp8_seconds",
     "linear_seconds",
     "predict_gain",
     "rates_of",
@@ -129,6 +135,10 @@ DEFAULT_GPU = "h100"
 _BF16_BYTES = 2
 _FP32_BYTES = 4
 
+# What is cast each time it comes by.
+Operand = Literal["input", "grad_output"]
+_OPERANDS: tuple[Operand, ...] = ("input", "grad_output")
+
 
 def resolve_gpu(name: str = "auto", hardware: hw.Hardware | None = None) -> Gpu | None:
     """The GPU to predict for.
@@ -177,9 +187,24 @@ def predict_gain(m: int, n: int, k: int, gpu: Gpu, recipe: Recipe | None = None)
             raise PlanError(f"{label}: {value} has no predicted time. Use a number of at least 1.")
     recipe = Recipe() if recipe is None else recipe
     rates = rates_of(gpu)
-    bf16 = _step_seconds(m, n, k, rates, ("bf16", "bf16", "bf16"), recipe.scaling)
+    return bf16_seconds(m, n, k, rates) / fp8_seconds(m, n, k, rates, recipe)
+
+
+def bf16_seconds(m: int, n: int, k: int, rates: Rates) -> float:
+    """Seconds that a step of one Linear takes in BF16: three GEMMs, and the copy of its weight."""
+    return _step_seconds(m, n, k, rates, ("bf16", "bf16", "bf16"), "delayed")
+
+
+def fp8_seconds(
+    m: int, n: int, k: int, rates: Rates, recipe: Recipe, casts: Collection[Operand] = _OPERANDS
+) -> float:
+    """Seconds that a step of one Linear takes as `recipe` has it; all its GEMMs may be BF16 there.
+
+    Args:
+        casts: The operands that are cast for it, where another kernel doesn't do that anyway.
+    """
     precisions = (recipe.fprop, recipe.dgrad, recipe.wgrad)
-    return bf16 / _step_seconds(m, n, k, rates, precisions, recipe.scaling)
+    return _step_seconds(m, n, k, rates, precisions, recipe.scaling, casts)
 
 
 def linear_seconds(
@@ -218,12 +243,15 @@ def _step_seconds(
     rates: Rates,
     precisions: tuple[Precision, Precision, Precision],
     scaling: str,
+    casts: Collection[Operand] = _OPERANDS,
 ) -> float:
     fprop, dgrad, wgrad = (precision == "fp8" for precision in precisions)
     total = sum(_gemm_seconds(m, n, k, rates, fp8) for fp8 in (fprop, dgrad, wgrad))
     # (elements, used as it is by an FP8 GEMM, used transposed by an FP8 GEMM)
-    total += _cast_seconds(m * k, fprop, wgrad, rates, scaling)
-    total += _cast_seconds(m * n, dgrad, wgrad, rates, scaling)
+    if "input" in casts:
+        total += _cast_seconds(m * k, fprop, wgrad, rates, scaling)
+    if "grad_output" in casts:
+        total += _cast_seconds(m * n, dgrad, wgrad, rates, scaling)
     return total + _weight_seconds(n * k, fprop, dgrad, rates, scaling)
 
 

@@ -22,6 +22,7 @@ from fp8patch.checkpoint.skeleton import model_from_config
 from fp8patch.cli import output
 from fp8patch.cli.plan import show
 from fp8patch.plan.model import Plan, plan_model
+from fp8patch.plan.step import step_gains
 
 LLAMA = {
     "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
@@ -178,6 +179,10 @@ def test_piped_table_is_whole_and_plain(llama: Path) -> None:
     assert "In FP8: " in result.stdout
     assert "of the GEMM FLOPs" in result.stdout
     assert "attention are not counted" in result.stdout
+    values = json.loads(run("plan", llama, "--gpu", "h200", "--json").stdout)["summary"]
+    eager, compiled = (f"{values['step_gain'][mode]:.2f}x" for mode in ("eager", "compiled"))
+    assert f"A whole step with AdamW: {eager} in eager, as `train` runs by" in result.stdout
+    assert f" {compiled} with --compile or --cuda-graphs; each over BF16" in result.stdout
     # 113 Linears and 33 norms read as a dozen.
     assert sum("%" in line and "x16" in line for line in lines) == 9
 
@@ -232,7 +237,7 @@ def test_json_is_the_plan_and_its_header(llama: Path) -> None:
     assert (plan.model, plan.gpu, plan.tokens) == ("LlamaForCausalLM", "b200", 64)
     assert values["source"] == str(llama)
     assert values["gpu_label"] == "NVIDIA B200"
-    assert values["summary"] == plan.summary()
+    assert values["summary"] == {**plan.summary(), "step_gain": step_gains(plan)}
     assert plan["model.layers.3.self_attn.q_proj"].code == "pattern"
 
 

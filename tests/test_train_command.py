@@ -32,7 +32,7 @@ def test_check_and_debug_lines(tmp_path: Path) -> None:
         assert ("wgrad FP8 E5M2 x E4M3" in ran) == (path != "lm_head")
     said = done.stderr
     assert "8 of 9 Linears in FP8" in said
-    assert re.search(r"check: GPT: predicted [\d.]+x over BF16 on its GEMMs", said)
+    assert re.search(r"check: GPT: predicted [\d.]+x over BF16 on its GEMMs on \w+, [\d.]+x", said)
     assert re.search(r"check: measured steps: .* ms, .* ms, .* ms .* Stopped after step 3\.", said)
     assert "in FP8: 16 of 18 GEMM calls" in said
 

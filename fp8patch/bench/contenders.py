@@ -22,6 +22,7 @@ from fp8patch.blocks.compiled import compile_blocks
 from fp8patch.convert import convert_model
 from fp8patch.errors import Fp8PatchError
 from fp8patch.plan.model import Plan, plan_model
+from fp8patch.plan.step import step_gain
 from fp8patch.recipe import Recipe
 
 __all__ = [
@@ -135,7 +136,8 @@ class Prepared:
         region: Opens what the forward runs in, besides BF16 autocast.
         before_step: What has to be called before each step.
         converted: GEMM modules in FP8.
-        predicted: What our plan says that FP8 gains on all GEMMs together; None for an unknown GPU.
+        predicted: What our plan says that FP8 gains in a step, run in the same mode, ours or not;
+            None for an unknown GPU.
         left_eager: Blocks that were not compiled after all, and why.
     """
 
@@ -171,7 +173,8 @@ def _convert(contender: Contender, workload: Workload, model: nn.Module, device:
     recipe = Recipe(norm_output=contender.norm_output)
     plan = plan_model(model, recipe, include=include, tokens=workload.tokens)
     paths = [d.path for d in plan.converted() if d.kind in ("linear", "conv1d")]
-    predicted = plan.summary()["gemm_gain"]
+    how: Literal["eager", "compiled"] = "eager" if contender.mode == "eager" else "compiled"
+    predicted = step_gain(plan, how, workload.optimizer)
     if contender.family == "ours":
         if not contender.head and not _leaves_out_a_head(plan, model, workload):
             raise Fp8PatchError("no head of this model can run in FP8: the same as fp8-compile.")

@@ -46,6 +46,7 @@ def plan(
     """What of a model would run in FP8, and why not more; reads no weights.
 
     Patterns are globs over module paths, such as "*.mlp.*"; "model.layers.0" is all of block 0.
+    A layer's gain is its own; a whole step's is told in eager, as train runs, and compiled.
     """
     from fp8patch.recipe import Recipe
     from fp8patch.roofline import resolve_gpu
@@ -66,10 +67,12 @@ def plan(
     label = "an unknown GPU: no gain predicted" if figures is None else figures.label
 
     from fp8patch.cli import output
+    from fp8patch.plan.step import step_gains
 
     if as_json:
+        summary = {**made.summary(), "step_gain": step_gains(made)}
         output.print_json(
-            {"source": model, "gpu_label": label, **made.to_dict(), "summary": made.summary()}
+            {"source": model, "gpu_label": label, **made.to_dict(), "summary": summary}
         )
     else:
         show(made, output.console(), gpu=label, every=every)
@@ -251,6 +254,7 @@ def _below(decision: "Decision", plan: "Plan") -> str:
 def foot(plan: "Plan") -> list[str]:
     """What a plan comes to, in sentences with markup; the first two are its headline."""
     from fp8patch.cli.output import percent
+    from fp8patch.plan.step import step_gains
 
     total = plan.summary()
     if not total["converted_gemms"]:
@@ -270,6 +274,12 @@ def foot(plan: "Plan") -> list[str]:
         lines.append(
             f"[bold]Predicted: {total['gemm_gain']:.2f}x[/] over BF16 on all GEMMs of a step "
             f"together, those that stay in BF16 included."
+        )
+    if (whole := step_gains(plan)) is not None:
+        lines.append(
+            f"A whole step with AdamW: {whole['eager']:.2f}x in eager, as `train` runs by default, "
+            f"{whole['compiled']:.2f}x with --compile or --cuda-graphs; each over BF16 run that "
+            "way too, GPU time alone."
         )
     lines.append(
         "FLOPs are static: each module called once a step, 2MNK; the products inside attention "

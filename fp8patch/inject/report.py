@@ -191,12 +191,17 @@ def _few(paths: list[str]) -> str:
 
 def check_lines(run: "Facts") -> None:
     """What `--check` adds to start lines and summary."""
+    from fp8patch.plan.step import Mode, step_gain
+
+    mode: Mode = "compiled" if run.options.compiles else "eager"
     for model in run.models:
         if model.plan is None:
             continue
-        gain = model.plan.summary()["gemm_gain"]
+        gain, whole = model.plan.summary()["gemm_gain"], step_gain(model.plan, mode)
         gpu = model.plan.gpu or "a GPU"
         predicted = f"{gain:.2f}x over BF16 on its GEMMs on {gpu}" if gain else "nothing"
+        if gain and whole:
+            predicted += f", {whole:.2f}x on a whole step's kernels ({mode}, as BF16 then)"
         messages.note(f"check: {model.name}: predicted {predicted}, at M={model.plan.tokens}.")
     seconds = run.record.durations.values()
     times = ", ".join(_ms(value) for value in seconds)
