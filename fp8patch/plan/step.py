@@ -21,7 +21,9 @@ bytes a value); the loss of a language model's logits in FP32 (28 M N); the opti
 AdamW); GEMMs that stay in BF16, experts among them.
 
 Not in it: the products inside attention, and convolutions; the CPU's time to launch kernels, which
-bounds small models unless they run as CUDA graphs; and that both move more bytes in eager.
+bounds small models unless they run as CUDA graphs; that both move more bytes in eager; and that a
+loss inside the model is fused (`fused_loss.py`), which FP8 gains besides: no step with it has been
+measured that this was compared with.
 """
 
 import re
