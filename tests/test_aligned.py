@@ -118,7 +118,7 @@ def test_arithmetic(n: int, rows: int, bias: bool, monkeypatch: pytest.MonkeyPat
     for got, want in zip(gemms(x, weight, b_, grad), reference, strict=True):
         assert got.shape == want.shape
         assert torch.equal(want, got.double()) or sqnr(want, got.double()) > 50
-    # As a fused loss has it: rows begin where tensor cores can read, and between them lies anything.
+    # As a fused loss has it: rows that begin at multiples of 16 bytes, and anything in between.
     apart = torch.full((rows, 1032), torch.nan).bfloat16()
     apart[:, :n] = grad
     for got, want in zip(gemms(x, weight, b_, apart[:, :n]), reference, strict=True):
