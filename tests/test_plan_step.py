@@ -18,7 +18,7 @@ from fp8patch.rates import Rates
 from fp8patch.recipe import Recipe
 
 ROWS = Path(__file__).resolve().parent.parent / "scripts" / "results" / "bench_train_h200.json"
-BF16 = Recipe(fprop="bf16", dgrad="bf16", wgrad="bf16")
+BF16 = Recipe(fprop="bf16", dgrad="bf16", wgrad="bf16", loss="stock")
 
 
 def _fastest(workload: str, *contenders: str) -> float:
@@ -132,6 +132,20 @@ def test_siblings_share_a_cast() -> None:
     assert step_gain(shared, "eager") == pytest.approx(expected)
 
 
+@pytest.mark.usefixtures("slow_memory")
+@pytest.mark.parametrize(("loss", "each"), [("fused", 6), ("stock", 28)])
+def test_a_loss_by_hand(loss: Any, each: int) -> None:
+    m, d, v = 64, 32, 256
+    model = nn.Module()
+    model.lm_head = _linear(d, v)
+    plan = _plan(model, Recipe(loss=loss, include=("lm_head",)), tokens=m)
+    # A value of the logits: 28 bytes in BF16, whoever computes them.
+    bf16 = 3 * 2 * (m * d + d * v + m * v) + 12 * d * v + 28 * m * v
+    fp8 = 3 * (m * d + d * v + 2 * m * v) + 6 * d * v + 4 * m * (d + v) + each * m * v
+    both = 4 * m * (d + v) + 28 * d * v
+    assert step_gain(plan, "eager") == pytest.approx((both + bf16) / (both + fp8))
+
+
 @pytest.mark.parametrize(
     ("paths", "shared"),
     [
@@ -201,7 +215,7 @@ def test_what_stays_in_bf16_makes_it_matter_less() -> None:
     config = transformers.MixtralConfig(num_hidden_layers=2, vocab_size=32000)
     with torch.device("meta"):
         model = transformers.MixtralForCausalLM(config)
-    plan = _plan(model)
+    plan = _plan(model, Recipe(loss="stock"))
     assert any(d.kind == "experts" for d in plan.decisions)
     gain, gemms = step_gain(plan, "eager"), plan.summary()["gemm_gain"]
     assert gain is not None

@@ -13,17 +13,17 @@ What FP8 saves or does anyway, which one Linear by itself doesn't show:
 - The cast of grad_output adds up the bias gradient, which in BF16 reads grad_output once more.
 - FP8's wgrad writes FP32; BF16's is copied to FP32 afterwards.
 - A head whose vocabulary is no multiple of 8 runs on a padded copy (`AlignedLinear`); in BF16 its
-  GEMMs take three times as long. The padded logits are copied, and so is their gradient.
+  GEMMs take three times as long. The padded logits are copied, and their gradient unless the loss
+  is fused.
+- The loss of a language model is fused, and moves 6 bytes a logit instead of 28 (`fused_loss.py`):
+  every row is taken to have a label, and the loss to be the model's own.
 
 What both do: whatever a GEMM writes is read by the next kernel, and what it reads was written by
 one; an activation's backward reads its input again; LayerNorm or RMSNorm with the residual (20
-bytes a value); the loss of a language model's logits in FP32 (28 M N); the optimizer (28 P for
-AdamW); GEMMs that stay in BF16, experts among them.
+bytes a value); the optimizer (28 P for AdamW); GEMMs that stay in BF16, experts among them.
 
 Not in it: the products inside attention, and convolutions; the CPU's time to launch kernels, which
-bounds small models unless they run as CUDA graphs; that both move more bytes in eager; and that a
-loss inside the model is fused (`fused_loss.py`), which FP8 gains besides: no step with it has been
-measured that this was compared with.
+bounds small models unless they run as CUDA graphs; and that both move more bytes in eager.
 """
 
 import re
@@ -51,6 +51,8 @@ _OPTIMIZER_BYTES: dict[Optimizer, int] = {"adamw": 28, "sgd": 12, "none": 0}
 _NORM_BYTES = 20
 # To FP32 (2 + 4), log_softmax (4 + 4), its gradient (4 + 4), and that to BF16 (4 + 2).
 _LOSS_BYTES = 28
+# Forward reads BF16; backward reads it again, and writes the gradient.
+_FUSED_LOSS_BYTES = 6
 # BERT-base's and BERT-large's heads on one H200, both 3.1 to 3.3 times the time of the padded copy.
 _MISALIGNED = 3.0
 # Older tensor cores take rows that do not begin at multiples of 16 bytes as they are.
@@ -166,22 +168,25 @@ class _Times:
         seconds = bf16_seconds(self.plan.tokens, n, k, self.rates)
         if self.slow_rows and (n % 8 or k % 8):
             seconds *= _MISALIGNED
-        seconds += self._moved(6 * n * k)
+        seconds += self._moved(6 * n * k) + self._loss(d, fused=False)
         return seconds + (self._moved(2 * self.plan.tokens * n, 1) if _has_bias(d) else 0.0)
 
     def planned(self, d: Decision) -> float:
         """A Linear as the plan has it."""
         m, n, k = self.plan.tokens, d.out_features, d.in_features
-        recipe = self.plan.recipe_of(d)
+        recipe, fused = self.plan.recipe_of(d), self.plan.recipe.loss == "fused"
+        loss = self._loss(d, fused)
         if d.action == "convert":
-            seconds = fp8_seconds(m, padded(n), padded(k), self.rates, recipe, self._casts(d))
+            seconds = loss + fp8_seconds(
+                m, padded(n), padded(k), self.rates, recipe, self._casts(d)
+            )
             if recipe.wgrad == "bf16":
                 seconds += self._moved(6 * n * k)
             return seconds + (self._moved(0, 1) if _has_bias(d) else 0.0)
         if (rows := d.aligned_to) is None or not self.slow_rows:
-            return self.bf16(d)
-        seconds = bf16_seconds(m, rows, k, self.rates) + self._moved(6 * n * k)
-        seconds += self._moved(8 * m * n, 2)
+            return self.bf16(d) - self._loss(d, fused=False) + loss
+        seconds = loss + bf16_seconds(m, rows, k, self.rates) + self._moved(6 * n * k)
+        seconds += self._moved(4 * m * n, 1) if fused else self._moved(8 * m * n, 2)
         return seconds + (self._moved(2 * m * n, 1) if _has_bias(d) else 0.0)
 
     def beside(self, d: Decision) -> float:
@@ -191,9 +196,14 @@ class _Times:
         moved = 4 * m * n + (2 if d.path in self.around.shares else 4) * m * k
         if d.path in self.around.before:
             moved += 2 * m * n
-        if _is_language_head(d):
-            moved += _LOSS_BYTES * m * n
         return self._moved(moved, 2)
+
+    def _loss(self, d: Decision, fused: bool) -> float:
+        """The loss and its gradient, behind a language model's head."""
+        if not _is_language_head(d):
+            return 0.0
+        each, kernels = (_FUSED_LOSS_BYTES, 3) if fused else (_LOSS_BYTES, 6)
+        return self._moved(each * self.plan.tokens * d.out_features, kernels)
 
     def others(self, gemms: Sequence[Decision]) -> float:
         """GEMMs of no Linear (experts, nn.MultiheadAttention), at the rate of large ones."""
