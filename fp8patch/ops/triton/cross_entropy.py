@@ -16,7 +16,7 @@ from fp8patch.ops.triton.launch import Launcher, blocks_of, empty_matrix, size_c
 
 # Elements of a row at a time, and warps: forward and backward. Found with
 # scripts/time_cross_entropy.py on an H200.
-FORWARD, BACKWARD = (4096, 4), (4096, 8)
+FORWARD, BACKWARD = (4096, 4), (2048, 4)
 # Losses that are added up at a time, by one program.
 _SUMMED = 4096
 # Elements that one load may take.
