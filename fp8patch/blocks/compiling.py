@@ -11,14 +11,15 @@ import torch
 from torch import nn
 
 from fp8patch import messages
-from fp8patch.blocks import wide_rows
+from fp8patch.blocks import partial_sums, wide_rows
 
 __all__ = ["compile_forward", "for_inductor", "inductor", "reason"]
 
+_FUSING = "post_grad_custom_pre_pass"
 # What isn't done where somebody else's pass is in the place of ours.
 _UNDONE = {
     "joint_custom_post_pass": "blocks keep transposes that only backward reads",
-    "post_grad_custom_pre_pass": "activations are not computed by the casts that read them",
+    _FUSING: "activations are not computed by the casts that read them",
 }
 
 
@@ -46,12 +47,12 @@ def inductor(graph: Any, inputs: Any, *, keep_less: bool) -> Callable[..., Any]:
     """Inductor, as `torch.compile` calls a backend, with what is ours in it."""
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Any = compile_fx(
-        graph,
-        inputs,
-        inner_compile=wide_rows.compile_inner,
-        config_patches=for_inductor(keep_less),
-    )
+    options = for_inductor(keep_less)
+    inner = wide_rows.compile_inner
+    if _FUSING in options:
+        # By this pass Inductor's cache tells such code from anybody else's.
+        inner = partial_sums.added_here()(inner)
+    compiled: Any = compile_fx(graph, inputs, inner_compile=inner, config_patches=options)
     return compiled  # type: ignore[no-any-return]
 
 
@@ -67,7 +68,7 @@ def for_inductor(keep_less: bool) -> dict[str, Any]:
     from fp8patch.blocks.keep_less import KEEP_LESS
 
     options: dict[str, Any] = {}
-    passes: dict[str, Any] = {"post_grad_custom_pre_pass": FUSE_CASTS}
+    passes: dict[str, Any] = {_FUSING: FUSE_CASTS}
     if keep_less:
         passes["joint_custom_post_pass"] = KEEP_LESS
     for place, ours in passes.items():

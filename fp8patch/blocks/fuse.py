@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-from fp8patch.blocks import fuse_parts, patterns, wide_rows
+from fp8patch.blocks import fuse_parts, partial_sums, patterns, wide_rows
 from fp8patch.ops import quantize_form
 
 _aten = torch.ops.aten
@@ -108,9 +108,11 @@ def files_hash(*passes: str) -> Any:
     """Of the files of passes and of all operators."""
     # What is compiled is found again by this. It leans on what operators return, too: their
     # strides, in another release, are no part of the graph that Inductor goes by; and on how wide
-    # rows are read, which Inductor's own key leaves out.
+    # rows are read and partial sums added, which Inductor's own key leaves out.
     operators = sorted(Path(quantize_form.__file__).parent.glob("*.py"))
-    return get_hash_for_files((*passes, wide_rows.__file__, *map(str, operators)))
+    return get_hash_for_files(
+        (*passes, wide_rows.__file__, partial_sums.__file__, *map(str, operators))
+    )
 
 
 FUSE_CASTS = FuseCasts()

@@ -2,7 +2,7 @@
 
 Forward writes the statistics that backward needs. Backward reads x and the gradient once, writes
 grad_x, and each of its programs sums the gradients of weight and bias over the rows that it was
-given; PyTorch adds up the few hundred partial sums. No atomics: the order is always the same.
+given; a second kernel adds up the few hundred partial sums. No atomics: the order is always the same.
 """
 
 from functools import cache
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8patch.ops.triton.add_rows import add_rows
 from fp8patch.ops.triton.launch import Launcher, blocks_of, size_class
 
 
@@ -251,7 +252,7 @@ def norm_backward(
         },
         tile.warps,
     )
-    return by_x, partial.sum(1)
+    return by_x, add_rows(partial) if sums else partial.sum(1)
 
 
 def whole_rows(x: Tensor) -> tuple[Tensor, int, int]:

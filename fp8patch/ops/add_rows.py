@@ -1,0 +1,29 @@
+"""`add_rows`: sums over many rows of few columns, the second stage of a norm's weight gradients.
+
+Programs of a kernel leave a row of partial sums each, a few hundred in all. PyTorch's own sum takes
+15 us for 768 such rows of 1024, which are read in two.
+"""
+
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from fp8patch import messages
+
+
+@cache
+def _kernels() -> Any:
+    try:
+        from fp8patch.ops.triton import add_rows
+    except ImportError as error:
+        messages.note(f"no Triton here ({error}), so sums run as plain PyTorch.")
+        return None
+    return add_rows
+
+
+def add_rows(partial: Tensor) -> Tensor:
+    """FP32 [..., R, K], contiguous -> FP32 [..., K]. Always in the same order."""
+    if partial.is_cuda and partial.numel() and (found := _kernels()) is not None:
+        return found.add_rows(partial)  # type: ignore[no-any-return]
+    return partial.sum(-2)
