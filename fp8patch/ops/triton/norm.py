@@ -2,7 +2,7 @@
 
 Forward writes the statistics that backward needs. Backward reads x and the gradient once, writes
 grad_x, and each of its programs sums the gradients of weight and bias over the rows that it was
-given; a second kernel adds up the few hundred partial sums. No atomics: the order is always the same.
+given; a second kernel adds up a few hundred of these. No atomics: the order is always the same.
 """
 
 from functools import cache
