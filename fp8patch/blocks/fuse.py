@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-from fp8patch.blocks import fuse_parts, partial_sums, patterns, wide_rows
+from fp8patch.blocks import fuse_parts, fuse_stored, partial_sums, patterns, wide_rows
 from fp8patch.ops import quantize_form
 
 _aten = torch.ops.aten
@@ -97,11 +97,12 @@ class FuseCasts(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         casts = graph.find_nodes(op="call_function", target=torch.ops.fp8patch.quantize.default)
-        if sum(_fuse(graph, cast) or fuse_parts.join(graph, cast) for cast in casts):
+        passes = _fuse, fuse_parts.join, fuse_stored.cast_as_stored
+        if sum(any(fuse(graph, cast) for fuse in passes) for cast in casts):
             graph.eliminate_dead_code()
 
     def uuid(self) -> Any:
-        return files_hash(__file__, patterns.__file__, fuse_parts.__file__)
+        return files_hash(__file__, *(str(m.__file__) for m in (patterns, fuse_parts, fuse_stored)))
 
 
 def files_hash(*passes: str) -> Any:

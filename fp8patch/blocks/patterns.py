@@ -15,21 +15,24 @@ from torch import Tensor
 from torch.fx import Node
 
 _aten = torch.ops.aten
-_NOTHING = (_aten.alias.default, _aten.detach.default)
-_VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
+_NOTHING = (_aten.alias.default, _aten.detach.default, _aten.clone.default)
+VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 
-# Takes `arity` tensors that are alike, and returns one more.
+# Takes tensors of one shape, and returns one more.
 Function = Callable[..., Tensor]
+# In what such a function does, this number stands for any other.
+NUMBER = 0.6180339887
 
 
 @functools.cache
-def _pattern(function: Function, arity: int, dtype: torch.dtype) -> tuple[list[Node], Node]:
+def _pattern(function: Function, dtypes: tuple[torch.dtype, ...]) -> tuple[list[Node], Node]:
     """The placeholders and the result, as primitive operations."""
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    like: dict[str, Any] = {"dtype": dtype, "device": "meta", "requires_grad": True}
-    examples = [torch.empty(2, 2, **like) for _ in range(arity)]
+    examples = [torch.empty(2, 2, dtype=dtype, device="meta") for dtype in dtypes]
+    for example in examples:
+        example.requires_grad_(example.is_floating_point())
     traced = make_fx(function, select_decomp_table())(*examples)
     for node in traced.graph.nodes:
         if node.target in _NOTHING:
@@ -37,7 +40,7 @@ def _pattern(function: Function, arity: int, dtype: torch.dtype) -> tuple[list[N
     traced.graph.eliminate_dead_code()
     result = traced.graph.output_node().args[0]
     assert isinstance(result, Node)
-    return list(traced.graph.nodes)[:arity], result
+    return list(traced.graph.nodes)[: len(dtypes)], result
 
 
 @functools.cache
@@ -54,7 +57,7 @@ def gradient(function: Function, index: int) -> Function:
     return backward
 
 
-def _matches(pattern: Any, found: Any, bound: dict[Node, Any]) -> bool:
+def _matches(pattern: Any, found: Any, bound: dict[Node | float, Any]) -> bool:
     """Does `found` compute what `pattern` does? Adds what each node of the pattern stands for."""
     if isinstance(pattern, list | tuple):
         return (
@@ -63,6 +66,8 @@ def _matches(pattern: Any, found: Any, bound: dict[Node, Any]) -> bool:
             and all(_matches(p, f, bound) for p, f in zip(pattern, found, strict=True))
         )
     if not isinstance(pattern, Node):
+        if pattern == NUMBER and type(found) is float:
+            return bool(bound.setdefault(NUMBER, found) == found)
         return type(pattern) is type(found) and bool(pattern == found)
     if pattern in bound:
         return bound[pattern] is found
@@ -85,42 +90,66 @@ def match(value: Node, function: Function, arity: int) -> list[Node | None] | No
     like = value.meta.get("val")
     if not isinstance(like, Tensor):
         return None
-    placeholders, result = _pattern(function, arity, like.dtype)
-    bound: dict[Node, Any] = {}
+    found = match_typed(value, function, (like.dtype,) * arity)
+    return None if found is None else found[0]
+
+
+def match_typed(
+    value: Node, function: Function, dtypes: tuple[torch.dtype, ...]
+) -> tuple[list[Node | None], float] | None:
+    """The same, of tensors of these dtypes; and the number that NUMBER stands for."""
+    like = value.meta.get("val")
+    if not isinstance(like, Tensor):
+        return None
+    placeholders, result = _pattern(function, dtypes)
+    bound: dict[Node | float, Any] = {}
     if not _matches(result, value, bound):
         return None
     read = [bound.get(placeholder) for placeholder in placeholders]
-    alike = all(node is None or _is_like(node.meta.get("val"), like) for node in read)
-    return read if alike else None
+    alike = all(
+        node is None or _is_like(node.meta.get("val"), like, dtype)
+        for node, dtype in zip(read, dtypes, strict=True)
+    )
+    return (read, bound.get(NUMBER, NUMBER)) if alike else None
 
 
-def _is_like(tensor: Any, like: Tensor) -> bool:
-    if not isinstance(tensor, Tensor) or tensor.dtype != like.dtype:
+def _is_like(tensor: Any, like: Tensor, dtype: torch.dtype) -> bool:
+    if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
         return False
     # By name: comparing sizes that move would pin them down.
     sizes, wanted = (*tensor.shape, *tensor.stride()), (*like.shape, *like.stride())
     return list(map(str, sizes)) == list(map(str, wanted))
 
 
+def is_read_once(node: Node) -> bool:
+    """Does nobody but one read it? (Who asks how large it is does not.)"""
+    return len(node.users) - len(_sizes_of(node)) == 1
+
+
 def views(cast: Node) -> Iterator[Node]:
     """The argument of a cast, and what it is a view of, as far as nothing else reads them."""
     node = cast.args[0]
-    while isinstance(node, Node) and len(node.users) - len(_sizes_of(node)) == 1:
+    while isinstance(node, Node) and is_read_once(node):
         yield node
-        if node.target not in _VIEWS:
+        if node.target not in VIEWS:
             return
         node = node.args[0]
 
 
 def through(path: list[Node], node: Node) -> Node:
-    """`node` through the views that what is last in `path` goes through, and is like."""
+    """`node` through the views that what is last in `path` goes through, and is like.
+
+    (Of any dtype.)
+    """
     *steps, value = path
+    dtype = node.meta["val"].dtype
     _stand_in(node, value)
     for view in reversed(steps):
         assert callable(view.target)
         with node.graph.inserting_after(view):
             node = node.graph.call_function(view.target, (node, *view.args[1:]))
-        node.meta["val"] = view.meta["val"]
+        val = view.meta["val"]
+        node.meta["val"] = val if val.dtype == dtype else torch.empty_like(val, dtype=dtype)
         _stand_in(node, view)
     return node
 

@@ -1,13 +1,19 @@
 """`quantize_form`: GELU (or another form) and the cast of what it returns, in one read.
 
 Left apart, the elementwise kernel writes its result to memory, and the cast is all that reads it.
-Nobody calls this operator: a pass over compiled blocks puts it where the two meet.
+Nobody calls this operator: passes over compiled blocks put it where the two meet.
 
-Arguments and outputs are those of `quantize`: x [M, K] is GELU's input; y, where the form has one,
-is like x; there is no `live`. Declared without mutation as well, for the reasons given there.
+Arguments and outputs are those of `quantize`: x [M, K] is GELU's input, y [M, K] is None where the
+form has none; there is no `live`. Declared without mutation as well, for the reasons given there.
 
-On a GPU the form is as exact as PyTorch's, not equal to it: some FP8 values are one step off. Where
-PyTorch's `1 + erf` cancels to zero, below -5.5, it gives tiny numbers, and they count as flushed.
+    gelu, gelu_tanh, silu_mul, …_backward   an activation, or its gradient; y and it are like x
+    to_bf16, to_fp16                        x in FP32, rounded
+    dropout                                 its gradient, x * (y * factor): y is the mask, bool
+    dropout_to_bf16, dropout_to_fp16        the same of x in FP32, rounded once
+
+On a GPU an activation is as exact as PyTorch's, not equal to it: some FP8 values are one step off.
+Where PyTorch's `1 + erf` cancels to zero, below -5.5, it gives tiny numbers, and they count as
+flushed. The other forms are equal to the bit.
 """
 
 from collections.abc import Callable
@@ -64,23 +70,46 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+def _dropout(x: Tensor, mask: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
+    # Inductor's kernels round once, too, and take the factor in FP32. (Run as it stands, the graph
+    # would round it to BF16, which makes 1 / 0.9 a sixth of a percent smaller.)
+    return (x.float() * (mask.float() * factor)).to(dtype)
+
+
+# What is cast, of x, a mask and a factor.
+STORED: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "to_bf16": lambda x, _, __: x.bfloat16(),
+    "to_fp16": lambda x, _, __: x.half(),
+    "dropout": lambda x, mask, factor: _dropout(x, mask, factor, x.dtype),
+    "dropout_to_bf16": lambda x, mask, factor: _dropout(x, mask, factor, torch.bfloat16),
+    "dropout_to_fp16": lambda x, mask, factor: _dropout(x, mask, factor, torch.float16),
+}
+
+
+def formed(x: Tensor, y: Tensor | None, form: str, factor: float = 1.0) -> Tensor:
+    """What is cast."""
+    second = x if y is None else y
+    return STORED[form](x, second, factor) if form in STORED else FORMS[form](x, second)
+
+
 def _now(
-    x: Tensor, y: Tensor | None, form: str, *terms: Any
+    x: Tensor, y: Tensor | None, form: str, *terms: Any, factor: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scale, amax, counts, limit, e5m2, *flags = terms
     # A cold scale needs the amax first, for which the result has to be there.
     found = kernels() if x.is_cuda and x.numel() and not is_cold(scale) else None
     if found is not None:
         named = dict(zip(FLAGS, flags, strict=True))
-        named |= {"form": form, "y": None if y is None else y.contiguous(), "live": False}
+        named |= {"form": form, "y": None if y is None else y.contiguous(), "factor": factor}
         slot = scale, amax, counts
-        return as_traced(found.quantize(x.contiguous(), *slot, limit, dtype_of(e5m2), **named))
-    value = FORMS[form](x, x if y is None else y)
+        x, dtype = x.contiguous(), dtype_of(e5m2)
+        return as_traced(found.quantize(x, *slot, limit, dtype, live=False, **named))
+    value = formed(x, y, form, factor)
     return as_traced(quantize_now(value, scale, amax, counts, limit, e5m2, False, *flags))
 
 
 def _fake(
-    x: Tensor, y: Tensor | None, form: str, *rest: Any
+    x: Tensor, y: Tensor | None, form: str, *rest: Any, factor: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *slot_and_format, observe, transpose, column_sums = rest
     outputs: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.fp8patch.quantize.default(
@@ -91,7 +120,7 @@ def _fake(
 
 register(
     "quantize_form(Tensor x, Tensor? y, str form, Tensor scale, Tensor amax, Tensor counts, "
-    "float limit, bool e5m2, bool observe, bool transpose, bool column_sums) "
+    "float limit, bool e5m2, bool observe, bool transpose, bool column_sums, *, float factor=1.0) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _now,
     _fake,

@@ -22,10 +22,11 @@ from fp8patch.ops.triton.cast_tile import (
     max_abs,
     outlier,
     raise_amax,
+    raw_row,
     store_tile,
     store_transposed,
 )
-from fp8patch.ops.triton.column_sums import cast_and_add, near_less_zero, raw_row
+from fp8patch.ops.triton.column_sums import cast_and_add, near_less_zero
 from fp8patch.ops.triton.forms import value_and_grads
 from fp8patch.ops.triton.launch import Launcher, blocks_of, empty_matrix, size_class
 from fp8patch.ops.triton.packing import ASSEMBLY

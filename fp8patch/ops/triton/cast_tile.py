@@ -38,17 +38,49 @@ def load_row(x, m, k, rows, cols, stride_m, stride_k, EVEN: tl.constexpr):
 
 
 @triton.jit
+def raw_row(x, m, k, rows, cols, more, stride_m, stride_k, EVEN: tl.constexpr):
+    """Rows m and columns k as they are stored; zero outside x, and anything if not `more`."""
+    offsets = m.to(tl.int64)[:, None] * stride_m + k.to(tl.int64)[None, :] * stride_k
+    if EVEN:
+        return tl.load(x + offsets, mask=more)
+    return tl.load(x + offsets, mask=(m[:, None] < rows) & (k[None, :] < cols) & more, other=0.0)
+
+
+@triton.jit
+def other_row(
+    first, y, m, k, rows, cols, more, stride_m, stride_k, EVEN: tl.constexpr, FORM: tl.constexpr
+):
+    """Of y, where the form (forms.py) reads it, as `raw_row` does; else `first`."""
+    alone: tl.constexpr = FORM == "to_bf16" or FORM == "to_fp16"
+    if alone or FORM == "" or FORM == "gelu" or FORM == "gelu_tanh":
+        row = first
+    else:
+        row = raw_row(y, m, k, rows, cols, more, stride_m, stride_k, EVEN)
+    return row
+
+
+@triton.jit
 def formed_row(
-    x, y, m, k, rows, cols, stride_m, stride_k,
+    x, y, factor, m, k, rows, cols, stride_m, stride_k,
     EVEN: tl.constexpr, FORM: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """FP32 values of rows m and columns k of what is cast: x, or a form (forms.py) of x and y."""
     first = load_row(x, m, k, rows, cols, stride_m, stride_k, EVEN)
-    if FORM == "" or FORM == "gelu" or FORM == "gelu_tanh":
-        second = first
-    else:
-        second = load_row(y, m, k, rows, cols, stride_m, stride_k, EVEN)
-    return formed(first, second, x.dtype.element_ty, FORM, PTX)
+    second = other_row(first, y, m, k, rows, cols, True, stride_m, stride_k, EVEN, FORM)
+    return formed(first, second.to(tl.float32), factor, x.dtype.element_ty, FORM, PTX)
+
+
+@triton.jit
+def formed_rows(
+    x, y, factor, w, k, rows, cols, stride_m, stride_k,
+    EVEN: tl.constexpr, FORM: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """The same of rows 4 w, 4 w + 1, 4 w + 2 and 4 w + 3."""
+    v0 = formed_row(x, y, factor, 4 * w, k, rows, cols, stride_m, stride_k, EVEN, FORM, PTX)
+    v1 = formed_row(x, y, factor, 4 * w + 1, k, rows, cols, stride_m, stride_k, EVEN, FORM, PTX)
+    v2 = formed_row(x, y, factor, 4 * w + 2, k, rows, cols, stride_m, stride_k, EVEN, FORM, PTX)
+    v3 = formed_row(x, y, factor, 4 * w + 3, k, rows, cols, stride_m, stride_k, EVEN, FORM, PTX)
+    return v0, v1, v2, v3
 
 
 @triton.jit
@@ -165,16 +197,15 @@ def exceeds(top_bits, used, CLIPS: tl.constexpr):
 
 @triton.jit
 def cast_again(
-    x, y, x_fp8, x_fp8_t, counts, used, w, k, rows, cols, width, height, stride_m, stride_k,
+    x, y, factor, x_fp8, x_fp8_t, counts, used, w, k, rows, cols, width, height, stride_m, stride_k,
     LARGEST: tl.constexpr, CLIPS: tl.constexpr,
     OBSERVE: tl.constexpr, TRANSPOSE: tl.constexpr, EVEN: tl.constexpr, FORM: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
     """Cast and write rows 4 w to 4 w + 3, among which there is an outlier, and count those."""
-    v0 = formed_row(x, y, 4 * w, k, rows, cols, stride_m, stride_k, EVEN, FORM, PTX)
-    v1 = formed_row(x, y, 4 * w + 1, k, rows, cols, stride_m, stride_k, EVEN, FORM, PTX)
-    v2 = formed_row(x, y, 4 * w + 2, k, rows, cols, stride_m, stride_k, EVEN, FORM, PTX)
-    v3 = formed_row(x, y, 4 * w + 3, k, rows, cols, stride_m, stride_k, EVEN, FORM, PTX)
+    v0, v1, v2, v3 = formed_rows(
+        x, y, factor, w, k, rows, cols, stride_m, stride_k, EVEN, FORM, PTX
+    )
     s0 = outlier(v0, used, counts, LARGEST, CLIPS, OBSERVE)
     s1 = outlier(v1, used, counts, LARGEST, CLIPS, OBSERVE)
     s2 = outlier(v2, used, counts, LARGEST, CLIPS, OBSERVE)
@@ -184,16 +215,16 @@ def cast_again(
 
 @triton.jit
 def quantize_tile(
-    x, y, x_fp8, x_fp8_t, amax, counts, used, w, k, rows, cols, width, height, stride_m, stride_k,
+    x, y, factor, x_fp8, x_fp8_t, amax, counts, used,
+    w, k, rows, cols, width, height, stride_m, stride_k,
     LARGEST: tl.constexpr, CLIPS: tl.constexpr, FLUSHES_TO: tl.constexpr,
     OBSERVE: tl.constexpr, TRANSPOSE: tl.constexpr, EVEN: tl.constexpr, FORM: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
     """Cast rows 4 w to 4 w + 3, write them, and add to the slot what was seen."""
-    v0 = formed_row(x, y, 4 * w, k, rows, cols, stride_m, stride_k, EVEN, FORM, PTX)
-    v1 = formed_row(x, y, 4 * w + 1, k, rows, cols, stride_m, stride_k, EVEN, FORM, PTX)
-    v2 = formed_row(x, y, 4 * w + 2, k, rows, cols, stride_m, stride_k, EVEN, FORM, PTX)
-    v3 = formed_row(x, y, 4 * w + 3, k, rows, cols, stride_m, stride_k, EVEN, FORM, PTX)
+    v0, v1, v2, v3 = formed_rows(
+        x, y, factor, w, k, rows, cols, stride_m, stride_k, EVEN, FORM, PTX
+    )
     store_tile(
         x_fp8, x_fp8_t, v0 * used, v1 * used, v2 * used, v3 * used, w, k, rows, width, height,
         TRANSPOSE, EVEN, PTX,
@@ -207,6 +238,7 @@ def quantize_tile(
     # What only an outlier needs is done again, from memory, in the rare tile that holds one.
     if exceeds(tile_bits, used, CLIPS):
         cast_again(
-            x, y, x_fp8, x_fp8_t, counts, used, w, k, rows, cols, width, height, stride_m, stride_k,
+            x, y, factor, x_fp8, x_fp8_t, counts, used,
+            w, k, rows, cols, width, height, stride_m, stride_k,
             LARGEST, CLIPS, OBSERVE, TRANSPOSE, EVEN, FORM, PTX,
         )  # fmt: skip

@@ -24,10 +24,12 @@ from fp8patch.ops.triton.cast_tile import (
     bits_of,
     cast_again,
     exceeds,
-    formed_row,
+    formed_rows,
     live_scale,
     max_abs,
+    other_row,
     raise_amax,
+    raw_row,
     store_tile,
 )
 from fp8patch.ops.triton.forms import formed
@@ -38,15 +40,6 @@ from fp8patch.ops.triton.launch import Launcher, blocks_of, size_class
 PROGRAMS, PROGRAMS_FORMED = 528, 660
 # Tiles of a program, so that the count of its elements is exact as an FP32 number.
 _LONGEST = 1024
-
-
-@triton.jit
-def raw_row(x, m, k, rows, cols, more, stride_m, stride_k, EVEN: tl.constexpr):
-    """Rows m and columns k as they are stored; zero outside x, and anything if not `more`."""
-    offsets = m.to(tl.int64)[:, None] * stride_m + k.to(tl.int64)[None, :] * stride_k
-    if EVEN:
-        return tl.load(x + offsets, mask=more)
-    return tl.load(x + offsets, mask=(m[:, None] < rows) & (k[None, :] < cols) & more, other=0.0)
 
 
 @triton.jit
@@ -61,7 +54,7 @@ def near_less_zero(values, used, FLUSHES_TO: tl.constexpr):
 @triton.jit(do_not_specialize=["cols", "tiles", "walk"])
 def cast_and_add_kernel(
     x, y, x_fp8, x_fp8_t, scale, scale_inv, bits, amax, counts, partial,
-    limit, rows, cols, height, width, stride_m, stride_k, tiles, walk,
+    number, rows, cols, height, width, stride_m, stride_k, tiles, walk,
     LARGEST: tl.constexpr, CLIPS: tl.constexpr, FLUSHES_TO: tl.constexpr, FLOOR: tl.constexpr,
     LIVE: tl.constexpr, OBSERVE: tl.constexpr, TRANSPOSE: tl.constexpr, EVEN: tl.constexpr,
     FULL: tl.constexpr, FORM: tl.constexpr, PTX: tl.constexpr,
@@ -73,7 +66,7 @@ def cast_and_add_kernel(
     last = tl.minimum(first + walk, tiles)
     k = (pid % across) * BK + tl.arange(0, BK)
     if LIVE:
-        used = live_scale(bits, limit, FLOOR)
+        used = live_scale(bits, number, FLOOR)
     else:
         used = tl.load(scale)
     # (`width` is known to be a multiple of 16.)
@@ -86,12 +79,10 @@ def cast_and_add_kernel(
     r1 = raw_row(x, 4 * w + 1, k, rows, end, True, stride_m, stride_k, EVEN)
     r2 = raw_row(x, 4 * w + 2, k, rows, end, True, stride_m, stride_k, EVEN)
     r3 = raw_row(x, 4 * w + 3, k, rows, end, True, stride_m, stride_k, EVEN)
-    s0, s1, s2, s3 = r0, r1, r2, r3
-    if FORM != "":
-        s0 = raw_row(y, 4 * w, k, rows, end, True, stride_m, stride_k, EVEN)
-        s1 = raw_row(y, 4 * w + 1, k, rows, end, True, stride_m, stride_k, EVEN)
-        s2 = raw_row(y, 4 * w + 2, k, rows, end, True, stride_m, stride_k, EVEN)
-        s3 = raw_row(y, 4 * w + 3, k, rows, end, True, stride_m, stride_k, EVEN)
+    s0 = other_row(r0, y, 4 * w, k, rows, end, True, stride_m, stride_k, EVEN, FORM)
+    s1 = other_row(r1, y, 4 * w + 1, k, rows, end, True, stride_m, stride_k, EVEN, FORM)
+    s2 = other_row(r2, y, 4 * w + 2, k, rows, end, True, stride_m, stride_k, EVEN, FORM)
+    s3 = other_row(r3, y, 4 * w + 3, k, rows, end, True, stride_m, stride_k, EVEN, FORM)
     for tile in range(first, last):
         w = tile * (BM // 4) + tl.arange(0, BM // 4)
         n = w + BM // 4
@@ -103,16 +94,14 @@ def cast_and_add_kernel(
         n1 = raw_row(x, 4 * n + 1, k, rows, end, more, stride_m, stride_k, EVEN)
         n2 = raw_row(x, 4 * n + 2, k, rows, end, more, stride_m, stride_k, EVEN)
         n3 = raw_row(x, 4 * n + 3, k, rows, end, more, stride_m, stride_k, EVEN)
-        p0, p1, p2, p3 = n0, n1, n2, n3
-        if FORM != "":
-            p0 = raw_row(y, 4 * n, k, rows, end, more, stride_m, stride_k, EVEN)
-            p1 = raw_row(y, 4 * n + 1, k, rows, end, more, stride_m, stride_k, EVEN)
-            p2 = raw_row(y, 4 * n + 2, k, rows, end, more, stride_m, stride_k, EVEN)
-            p3 = raw_row(y, 4 * n + 3, k, rows, end, more, stride_m, stride_k, EVEN)
-        v0 = formed(r0.to(tl.float32), s0.to(tl.float32), x.dtype.element_ty, FORM, PTX)
-        v1 = formed(r1.to(tl.float32), s1.to(tl.float32), x.dtype.element_ty, FORM, PTX)
-        v2 = formed(r2.to(tl.float32), s2.to(tl.float32), x.dtype.element_ty, FORM, PTX)
-        v3 = formed(r3.to(tl.float32), s3.to(tl.float32), x.dtype.element_ty, FORM, PTX)
+        p0 = other_row(n0, y, 4 * n, k, rows, end, more, stride_m, stride_k, EVEN, FORM)
+        p1 = other_row(n1, y, 4 * n + 1, k, rows, end, more, stride_m, stride_k, EVEN, FORM)
+        p2 = other_row(n2, y, 4 * n + 2, k, rows, end, more, stride_m, stride_k, EVEN, FORM)
+        p3 = other_row(n3, y, 4 * n + 3, k, rows, end, more, stride_m, stride_k, EVEN, FORM)
+        v0 = formed(r0.to(tl.float32), s0.to(tl.float32), number, x.dtype.element_ty, FORM, PTX)
+        v1 = formed(r1.to(tl.float32), s1.to(tl.float32), number, x.dtype.element_ty, FORM, PTX)
+        v2 = formed(r2.to(tl.float32), s2.to(tl.float32), number, x.dtype.element_ty, FORM, PTX)
+        v3 = formed(r3.to(tl.float32), s3.to(tl.float32), number, x.dtype.element_ty, FORM, PTX)
         store_tile(
             x_fp8, x_fp8_t, v0 * used, v1 * used, v2 * used, v3 * used, w, k, rows, width, height,
             TRANSPOSE, EVEN, PTX,
@@ -137,14 +126,13 @@ def cast_and_add_kernel(
         # Rare: find the tiles that hold an outlier, and cast these again.
         for tile in range(first, last):
             w = tile * (BM // 4) + tl.arange(0, BM // 4)
-            v0 = formed_row(x, y, 4 * w, k, rows, end, stride_m, stride_k, EVEN, FORM, PTX)
-            v1 = formed_row(x, y, 4 * w + 1, k, rows, end, stride_m, stride_k, EVEN, FORM, PTX)
-            v2 = formed_row(x, y, 4 * w + 2, k, rows, end, stride_m, stride_k, EVEN, FORM, PTX)
-            v3 = formed_row(x, y, 4 * w + 3, k, rows, end, stride_m, stride_k, EVEN, FORM, PTX)
+            v0, v1, v2, v3 = formed_rows(
+                x, y, number, w, k, rows, end, stride_m, stride_k, EVEN, FORM, PTX
+            )
             tile_bits = tl.max(bits_of(max_abs(max_abs(v0, v1), max_abs(v2, v3))))
             if exceeds(tile_bits, used, CLIPS):
                 cast_again(
-                    x, y, x_fp8, x_fp8_t, counts, used, w, k, rows, end, width, height,
+                    x, y, number, x_fp8, x_fp8_t, counts, used, w, k, rows, end, width, height,
                     stride_m, stride_k, LARGEST, CLIPS, OBSERVE, TRANSPOSE, EVEN, FORM, PTX,
                 )  # fmt: skip
     if pid == 0:

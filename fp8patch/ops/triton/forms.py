@@ -1,9 +1,10 @@
-"""What a cast can compute of what it reads, before it casts: GELU, SiLU-and-mul, their gradients.
+"""What a cast can compute of what it reads, before it casts: GELU, SiLU-and-mul, their gradients;
+and of what is stored otherwise than it is cast, the rounding, and dropout's gradient.
 
-In FP32, and rounded to the input's type in the end, as the operator would have returned it. The
-cast is bound by instructions, so what costs many is replaced: erf by a fraction that is made of the
-exponential which the gradient needs anyway, tanh by a sigmoid. Both keep small values exact where
-the textbook form, 1 + erf or 1 + tanh, cancels.
+In FP32, and rounded in the end, as the operator would have returned it: to the input's type, or to
+that in the form's name. The cast is bound by instructions, so what costs many is replaced: erf by a
+fraction that is made of the exponential which the gradient needs anyway, tanh by a sigmoid. Both
+keep small values exact where the textbook form, 1 + erf or 1 + tanh, cancels.
 """
 
 import triton
@@ -77,11 +78,8 @@ def _normal(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def formed(x, y, TYPE: tl.constexpr, FORM: tl.constexpr, PTX: tl.constexpr):
-    """What is cast, of FP32 values x and y that were read as TYPE; FORM "" is x itself."""
-    if FORM == "":
-        value = x
-    elif FORM == "gelu":
+def _activation(x, y, TYPE: tl.constexpr, FORM: tl.constexpr, PTX: tl.constexpr):
+    if FORM == "gelu":
         below, _ = _normal(x, PTX)
         value = tl.maximum(x, 0.0) - tl.abs(x) * below
     elif FORM == "gelu_backward":
@@ -95,7 +93,33 @@ def formed(x, y, TYPE: tl.constexpr, FORM: tl.constexpr, PTX: tl.constexpr):
     else:
         tl.static_assert(FORM == "silu_mul")
         value = _rounded(x * _sigmoid(x, PTX), TYPE, PTX) * y
-    return value if FORM == "" else _rounded(value, TYPE, PTX)
+    return _rounded(value, TYPE, PTX)
+
+
+@triton.jit
+def _dropped(x, mask, factor):
+    # (Not x or zero: inf times zero is nan, and a negative number times zero is -0.0.)
+    return x * tl.where(mask != 0.0, factor, 0.0)
+
+
+@triton.jit
+def formed(x, y, factor, TYPE: tl.constexpr, FORM: tl.constexpr, PTX: tl.constexpr):
+    """What is cast, of FP32 values x and y that were read as TYPE; FORM "" is x itself."""
+    if FORM == "":
+        value = x
+    elif FORM == "to_bf16":
+        value = _rounded(x, tl.bfloat16, PTX)
+    elif FORM == "to_fp16":
+        value = _rounded(x, tl.float16, PTX)
+    elif FORM == "dropout":
+        value = _rounded(_dropped(x, y, factor), TYPE, PTX)
+    elif FORM == "dropout_to_bf16":
+        value = _rounded(_dropped(x, y, factor), tl.bfloat16, PTX)
+    elif FORM == "dropout_to_fp16":
+        value = _rounded(_dropped(x, y, factor), tl.float16, PTX)
+    else:
+        value = _activation(x, y, TYPE, FORM, PTX)
+    return value
 
 
 @triton.jit
@@ -108,8 +132,8 @@ def value_and_grads(
     of the gradient where it is one of x and grad alone.
     """
     if BACKWARD != "":
-        value = formed(x, x, TYPE, FORM, PTX)
-        by_x = formed(x, grad, TYPE, BACKWARD, PTX)
+        value = _activation(x, x, TYPE, FORM, PTX)
+        by_x = _activation(x, grad, TYPE, BACKWARD, PTX)
         by_y = 0.0
     else:
         tl.static_assert(FORM == "silu_mul")

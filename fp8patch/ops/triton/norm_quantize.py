@@ -256,7 +256,8 @@ def _kernel(
             part_bits = tl.max(bits_of(max_abs(max_abs(v0, v1), max_abs(v2, v3))))
             if exceeds(part_bits, used, CLIPS):
                 cast_again(
-                    y, y, x_fp8, x_fp8_t, counts, used, w, k, rows, COLS, WIDTH, height, COLS, 1,
+                    y, y, 1.0, x_fp8, x_fp8_t, counts, used,
+                    w, k, rows, COLS, WIDTH, height, COLS, 1,
                     LARGEST, CLIPS, OBSERVE, TRANSPOSE, EVEN, "", PTX,
                 )  # fmt: skip
     if pid == 0:

@@ -26,11 +26,15 @@ from fp8patch.ops.triton.column_sums import cast_and_add, programs_of
 from fp8patch.ops.triton.launch import Launcher, blocks_of, empty_matrix, size_class
 from fp8patch.ops.triton.packing import ASSEMBLY
 
-# Rows, columns and warps of a tile: of two-byte values, of FP32, and of values with a form; with
-# column sums, the same. Found with scripts/tune_quantize.py on an H200, where casts of 25 MB and
+Tile = tuple[int, int, int]
+
+# Rows, columns and warps of a tile, and of one with column sums: of two-byte values, of FP32, and
+# of values with a form. Found with scripts/tune_quantize.py on an H200, where casts of 25 MB and
 # more reach 85 to 95 % of the speed of a copy, 66 to 84 with column sums, and 63 to 85 with a form.
-_NARROW, _WIDE, _FORMED = (64, 64, 2), (64, 64, 4), (32, 64, 2)
-_NARROW_SUMS, _WIDE_SUMS, _FORMED_SUMS = (64, 64, 4), (32, 64, 2), (32, 64, 4)
+_NARROW, _WIDE = ((64, 64, 2), (64, 64, 4)), ((64, 64, 4), (32, 64, 2))
+_FORMED = (32, 64, 2), (32, 64, 4)
+# Forms that compute little are bound by their reads, as FP32 is.
+_READING = {"to_bf16": _WIDE, "to_fp16": _WIDE}
 _AMAX_TILE = (32, 256, 8)
 
 
@@ -45,12 +49,15 @@ def _amax_kernel(
     tl.atomic_max(bits, tl.max(bits_of(values)), sem="relaxed")
 
 
+# `number` is the limit of a live scale or the factor of a form; no cast has both. (With a parameter
+# more the others move, for which ptxas gives gelu_tanh_backward 127 registers instead of 96.)
+#
 # `cols` is not specialised: as a constant 1 it makes neighbours zeros that are known to be equal,
 # and ptxas 12.8 converts a pair of equal registers wrongly (F2FP merges garbage in).
 @triton.jit(do_not_specialize=["cols"])
 def quantize_kernel(
     x, y, x_fp8, x_fp8_t, scale, scale_inv, bits, amax, counts,
-    limit, rows, cols, height, width, stride_m, stride_k,
+    number, rows, cols, height, width, stride_m, stride_k,
     LARGEST: tl.constexpr, CLIPS: tl.constexpr, FLUSHES_TO: tl.constexpr, FLOOR: tl.constexpr,
     LIVE: tl.constexpr, OBSERVE: tl.constexpr, TRANSPOSE: tl.constexpr, EVEN: tl.constexpr,
     FULL: tl.constexpr, FORM: tl.constexpr, PTX: tl.constexpr,
@@ -61,13 +68,13 @@ def quantize_kernel(
     w = (pid // across) * (BM // 4) + tl.arange(0, BM // 4)
     k = (pid % across) * BK + tl.arange(0, BK)
     if LIVE:
-        used = live_scale(bits, limit, FLOOR)
+        used = live_scale(bits, number, FLOOR)
     else:
         used = tl.load(scale)
     # (`width` is known to be a multiple of 16.)
     end = width if FULL else cols
     quantize_tile(
-        x, y, x_fp8, x_fp8_t, amax, counts, used, w, k, rows, end, width, height,
+        x, y, number, x_fp8, x_fp8_t, amax, counts, used, w, k, rows, end, width, height,
         stride_m, stride_k, LARGEST, CLIPS, FLUSHES_TO, OBSERVE, TRANSPOSE, EVEN, FORM, PTX,
     )  # fmt: skip
     if pid == 0:
@@ -96,13 +103,10 @@ _quantize = Launcher(quantize_kernel)
 _amax = Launcher(_amax_kernel)
 
 
-def tile_of(dtype: torch.dtype, column_sums: bool, form: str) -> tuple[int, int, int]:
+def tile_of(dtype: torch.dtype, column_sums: bool, form: str) -> Tile:
     """Rows, columns and warps of a tile for values of `dtype`."""
-    if form:
-        return _FORMED_SUMS if column_sums else _FORMED
-    if dtype == torch.float32:
-        return _WIDE_SUMS if column_sums else _WIDE
-    return _NARROW_SUMS if column_sums else _NARROW
+    tiles = _WIDE if dtype == torch.float32 else _NARROW
+    return (_READING.get(form, _FORMED) if form else tiles)[column_sums]
 
 
 def live_amax(x: Tensor) -> Tensor:
@@ -133,18 +137,20 @@ def quantize(
     column_sums: bool,
     form: str = "",
     y: Tensor | None = None,
-    tile: tuple[int, int, int] | None = None,
+    factor: float = 1.0,
+    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`ops.quantize.quantize_now` on the GPU; x [M, K] holds at least one element.
 
-    With a `form` (forms.py), of x and of y where it reads two: y is like x, strides included, and
-    `live` is False.
+    With a `form` (forms.py), of x and of y where it reads two: y is like x, strides included, or
+    where it is a mask, bool; `live` is False. `factor` is of dropout.
     """
     rows, cols = x.shape
     stride_m, stride_k = x.stride()
     device = x.device
     height, width = (rows + 15) // 16 * 16, (cols + 15) // 16 * 16
-    y = x if y is None else y
+    # (As bytes, a mask can be loaded long before it is looked at.)
+    y = x if y is None else y.view(torch.uint8) if y.dtype == torch.bool else y
     tile = tile or tile_of(x.dtype, column_sums, form)
     bm, bk, warps = tile
     # The transpose has padded rows of its own to fill with zeros.
@@ -173,7 +179,7 @@ def quantize(
         size_class(stride_k),
     )
     tensors = x, y, x_fp8, x_fp8_t, scale, scale_inv, bits, amax, counts
-    numbers = limit, rows, cols, height, width, stride_m, stride_k
+    numbers = factor if form else limit, rows, cols, height, width, stride_m, stride_k
 
     def constants() -> dict[str, Any]:
         return quantize_constants(dtype, x.is_cuda, flags, form, bm, bk)

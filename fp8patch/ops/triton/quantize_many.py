@@ -101,7 +101,7 @@ def _cast_kernel(
     if SCALES == "fits":
         used = _scale_that_fits(used, bits + index, limit, FLOOR)
     quantize_tile(
-        x, x, x_fp8, x_fp8_t, amax, counts, used, w, k, rows, cols, cols, rows, cols, 1,
+        x, x, 1.0, x_fp8, x_fp8_t, amax, counts, used, w, k, rows, cols, cols, rows, cols, 1,
         LARGEST, CLIPS, FLUSHES_TO, OBSERVE, True, False, "", PTX,
     )  # fmt: skip
     if (down == 0) & (across == 0):
