@@ -140,7 +140,6 @@ def test_left_as_it_is(block: Callable[[], nn.Module]) -> None:
     [
         (Last, "to_bf16", lambda x, _, __: (x * 1.01).bfloat16()),
         (Dropped, "dropout_to_bf16", lambda x, mask, factor: (x * ~mask * factor).bfloat16()),
-        (Dropped, "dropout_to_bf16", lambda x, mask, factor: (x * mask).bfloat16()),
     ],
 )
 def test_a_wrong_form_is_noticed(
@@ -192,12 +191,6 @@ MODELS: dict[str, tuple[Any, dict[str, int]]] = {
         lambda: transformers.ViTConfig(**SIZES, hidden_size=D, image_size=16, patch_size=4),
         {"to_bf16": 1, "grads of gelu": 1, "transpose": 1, CAST: 4},
     ),
-    "vit with dropout": (
-        lambda: transformers.ViTConfig(
-            **SIZES, hidden_size=D, image_size=16, patch_size=4, hidden_dropout_prob=0.1
-        ),
-        {"dropout_to_bf16": 2, "grads of gelu": 1, "transpose": 1, CAST: 3},
-    ),
 }
 
 
@@ -206,7 +199,7 @@ def test_models(name: str) -> None:
     config, casts = MODELS[name]
     model = transformers.AutoModel.from_config(config()).train()
     pixels = {"pixel_values": torch.ones(2, 3, 16, 16)}
-    inputs = pixels if "vit" in name else {"input_ids": torch.arange(32).view(2, 16)}
+    inputs = pixels if name == "vit" else {"input_ids": torch.arange(32).view(2, 16)}
     model = fp8patch.convert_model(model, include=("h.*",) if name == "gpt2" else ("*layer*",))
     graphs = Graphs(fuse=True, keep_less=True)
     fp8patch.compile_blocks(model, backend=graphs)

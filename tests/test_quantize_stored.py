@@ -160,7 +160,7 @@ from fp8patch import numerics
 from fp8patch.ops.triton import column_sums
 from fp8patch.ops.triton.quantize import quantize as kernel
 
-column_sums.PROGRAMS_FORMED = 3
+column_sums.PROGRAMS_STORED = 3
 for shape in ((1, 1), (77, 70)):
     for form in STORED:
         x = torch.randint(-7, 8, shape).to(dtypes(form)[0])

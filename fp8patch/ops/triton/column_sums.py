@@ -32,12 +32,12 @@ from fp8patch.ops.triton.cast_tile import (
     raw_row,
     store_tile,
 )
-from fp8patch.ops.triton.forms import formed
+from fp8patch.ops.triton.forms import formed, is_stored
 from fp8patch.ops.triton.launch import Launcher, blocks_of, size_class
 
 # How many programs to aim at, and with a form (forms.py): found with scripts/tune_quantize.py on an
-# H200, which runs about as many at once.
-PROGRAMS, PROGRAMS_FORMED = 528, 660
+# H200, which runs about as many at once. (The last is how many it can hold, by their registers.)
+PROGRAMS, PROGRAMS_FORMED, PROGRAMS_STORED = 528, 660, 792
 # Tiles of a program, so that the count of its elements is exact as an FP32 number.
 _LONGEST = 1024
 
@@ -155,6 +155,8 @@ def _add_rows_kernel(partial, sums, rows, cols, width, BM: tl.constexpr, BK: tl.
 
 def programs_of(form: str) -> int:
     """How many programs to aim at."""
+    if is_stored(form):
+        return PROGRAMS_STORED
     return PROGRAMS_FORMED if form else PROGRAMS
 
 

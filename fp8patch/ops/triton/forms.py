@@ -35,6 +35,11 @@ and.b32 $1, both, 0xffff0000;
 }""")
 
 
+def is_stored(form: str) -> bool:
+    """Is this what takes a tensor from how it is stored to what is cast, and computes little?"""
+    return form.startswith(("to_", "dropout"))
+
+
 @triton.jit
 def _exp2(x, PTX: tl.constexpr):
     # Written out, these two are one instruction each; tl.exp2 and a division take three to four.

@@ -23,6 +23,7 @@ from fp8patch.ops.triton.cast_tile import (
     quantize_tile,
 )
 from fp8patch.ops.triton.column_sums import cast_and_add, programs_of
+from fp8patch.ops.triton.forms import is_stored
 from fp8patch.ops.triton.launch import Launcher, blocks_of, empty_matrix, size_class
 from fp8patch.ops.triton.packing import ASSEMBLY
 
@@ -33,8 +34,6 @@ Tile = tuple[int, int, int]
 # more reach 85 to 95 % of the speed of a copy, 66 to 84 with column sums, and 63 to 85 with a form.
 _NARROW, _WIDE = ((64, 64, 2), (64, 64, 4)), ((64, 64, 4), (32, 64, 2))
 _FORMED = (32, 64, 2), (32, 64, 4)
-# Forms that compute little are bound by their reads, as FP32 is.
-_READING = {"to_bf16": _WIDE, "to_fp16": _WIDE}
 _AMAX_TILE = (32, 256, 8)
 
 
@@ -50,7 +49,7 @@ def _amax_kernel(
 
 
 # `number` is the limit of a live scale or the factor of a form; no cast has both. (With a parameter
-# more the others move, for which ptxas gives gelu_tanh_backward 127 registers instead of 96.)
+# more the others move, and ptxas of Triton 3.8 gives gelu_tanh_backward 127 registers, not 96.)
 #
 # `cols` is not specialised: as a constant 1 it makes neighbours zeros that are known to be equal,
 # and ptxas 12.8 converts a pair of equal registers wrongly (F2FP merges garbage in).
@@ -105,8 +104,10 @@ _amax = Launcher(_amax_kernel)
 
 def tile_of(dtype: torch.dtype, column_sums: bool, form: str) -> Tile:
     """Rows, columns and warps of a tile for values of `dtype`."""
-    tiles = _WIDE if dtype == torch.float32 else _NARROW
-    return (_READING.get(form, _FORMED) if form else tiles)[column_sums]
+    if form:
+        # What computes little is bound by its reads, as FP32 is.
+        return (_WIDE if is_stored(form) else _FORMED)[column_sums]
+    return (_WIDE if dtype == torch.float32 else _NARROW)[column_sums]
 
 
 def live_amax(x: Tensor) -> Tensor:
