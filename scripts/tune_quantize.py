@@ -2,10 +2,11 @@
 
 python scripts/tune_quantize.py [--quick | --sums | --gelu | --grads | --weights]
 
-With --sums only the casts with column sums, by tile and by how many programs are aimed at; the time
-is that of both kernels. With --gelu only those that compute GELU, or its gradient, first. With
---grads only those that make an activation's transpose along with its gradients, against the casts
-that they replace, in forward and backward together. With --weights only many weights in a launch.
+With --sums only the casts with column sums, by tile, from BF16 also by the tile of the kernel that
+adds up, else by how many programs are aimed at; the time is that of both kernels. With --gelu only
+those that compute GELU, or its gradient, first. With --grads only those that make an activation's
+transpose along with its gradients, against the casts that they replace, in forward and backward
+together. With --weights only many weights in a launch.
 """
 
 import itertools
@@ -19,6 +20,7 @@ import triton
 from fp8patch import numerics
 from fp8patch.ops.activation_grads import GRADS
 from fp8patch.ops.triton import activation_grads, column_sums, quantize_many
+from fp8patch.ops.triton.packed import packs
 from fp8patch.ops.triton.quantize import quantize
 
 SHAPES = ((8192, 1024), (12288, 1024), (12288, 4096), (8192, 4096), (8192, 14336), (4096, 4096))
@@ -48,6 +50,8 @@ SUMMED = {
     torch.float32: ((12288, 1024), (12288, 4096)),
 }
 SUMMED_TILES = ((32, 64, 2), (32, 64, 4), (64, 64, 4), (16, 64, 1), (32, 128, 4))
+PACKED_TILES = ((64, 64, 2), (128, 64, 4), (64, 64, 4), (64, 128, 4), (128, 128, 8))
+ADDED_TILES = ((256, 8, 4), (256, 16, 8), (512, 8, 8), (128, 16, 4), (64, 32, 4))
 FORMED = ((12288, 4096), (25216, 5120), (8192, 16384))
 FORMED_TILES = ((64, 64, 4), (32, 64, 2), (32, 128, 4), (32, 64, 1))
 FORMED_SUMS_TILES = ((32, 64, 4), (32, 64, 2), (16, 64, 1))
@@ -58,6 +62,10 @@ GRADS_SHAPES = {
     "gelu": FORMED,
     "gelu_tanh": ((8192, 16384),),
     "silu_mul": ((8192, 14336),),
+}
+WEIGHTS = {
+    "BERT-large": [(1024, 1024)] * 96 + [(4096, 1024), (1024, 4096)] * 24,
+    "gpt-4096": [(4096, 4096)] * 4 + [(16384, 4096), (4096, 16384)],
 }
 PROGRAMS = (528, 792, 1056, 2112, 4224, 1 << 20)
 
@@ -116,6 +124,15 @@ def tune_sums(x: torch.Tensor) -> None:
         return f"{us:.1f}us {size / us / 1e3 / copy:.0%}"
 
     print(f"  without column sums: {timed(False)}")
+    if packs(x.dtype, x.device, column_sums=True):
+        added = column_sums.ADDED
+        for tile in PACKED_TILES:
+            shown = []
+            for column_sums.ADDED in ADDED_TILES:
+                shown.append(f"{column_sums.ADDED}: {timed(True, tile)}")
+            print(f"  {tile} " + "  ".join(shown), flush=True)
+        column_sums.ADDED = added
+        return
     chosen = column_sums.PROGRAMS
     for tile in SUMMED_TILES:
         shown = []
@@ -206,10 +223,10 @@ def tune_grads(form: str, shape: tuple[int, int]) -> None:
     activation_grads.PROGRAMS = chosen
 
 
-def tune_many(dtype: torch.dtype) -> None:
-    """The same for all weights of a BERT-large in one launch."""
+def tune_many(dtype: torch.dtype, name: str) -> None:
+    """The same for all weights of a model in one launch."""
     jobs = []
-    for rows, cols in [(1024, 1024)] * 96 + [(4096, 1024), (1024, 4096)] * 24:
+    for rows, cols in WEIGHTS[name]:
         e4m3 = {"dtype": numerics.E4M3, "device": "cuda"}
         jobs.append(
             quantize_many.Job(
@@ -223,16 +240,16 @@ def tune_many(dtype: torch.dtype) -> None:
             )
         )
     size = sum(moved(job.weight, True) for job in jobs)
-    chosen, copy = quantize_many.TILE, copying(size)
+    chosen, copy = (quantize_many.TILE, quantize_many.TILE_PACKED), copying(size)
     results = []
     for tile in TILES:
-        quantize_many.TILE = tile
+        quantize_many.TILE = quantize_many.TILE_PACKED = tile
         casts = quantize_many.ManyCasts(jobs)
         ms = milliseconds(lambda casts=casts: casts.run(448.0, live=False, observe=True))
         results.append((size / ms / 1e6, ms * 1e3, tile))
-    quantize_many.TILE = chosen
+    quantize_many.TILE, quantize_many.TILE_PACKED = chosen
     shown = [f"{t}: {us:.1f}us {bw / copy:.0%}" for bw, us, t in sorted(results, reverse=True)[:5]]
-    print(f"BERT-large's weights in {dtype}, {size / 1e9:.2f} GB: " + "  ".join(shown), flush=True)
+    print(f"{name}'s weights in {dtype}, {size / 1e9:.2f} GB: " + "  ".join(shown), flush=True)
 
 
 def main() -> None:
@@ -253,8 +270,8 @@ def main() -> None:
                 tune_grads(form, shape)
         return
     if "--weights" in sys.argv:
-        for dtype in (torch.float32, torch.bfloat16):
-            tune_many(dtype)
+        for dtype, name in itertools.product((torch.float32, torch.bfloat16), WEIGHTS):
+            tune_many(dtype, name)
         return
     shapes = SHAPES[:3] if "--quick" in sys.argv else SHAPES
     for dtype, shape in itertools.product((torch.bfloat16, torch.float32), shapes):
@@ -264,8 +281,8 @@ def main() -> None:
         if "--quick" not in sys.argv:
             tune_one(x, observe=True, transpose=False, column_sums=False)
             tune_one(x, observe=False, transpose=True, column_sums=False)
-    for dtype in (torch.float32, torch.bfloat16):
-        tune_many(dtype)
+    for dtype, name in itertools.product((torch.float32, torch.bfloat16), WEIGHTS):
+        tune_many(dtype, name)
 
 
 if __name__ == "__main__":

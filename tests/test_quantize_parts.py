@@ -109,6 +109,7 @@ def test_opcheck() -> None:
 
 # The interpreter is chosen when Triton is imported, so it gets a process of its own.
 SCRIPT = """
+import itertools
 import torch
 from test_quantize_parts import CASES, as_bits, parts_of, slot
 from fp8patch import numerics
@@ -118,7 +119,7 @@ from fp8patch.ops.triton.quantize import quantize
 
 column_sums.PROGRAMS = 3
 for rows, widths in ((32, (64, 64)), (77, (128, 64, 64))):
-    for sums, dtype in ((True, torch.bfloat16), (False, torch.bfloat16), (False, torch.float32)):
+    for sums, dtype in itertools.product((True, False), (torch.bfloat16, torch.float32)):
         flags = dict(observe=True, transpose=dtype != torch.float32, column_sums=sums)
         parts = parts_of(rows, widths, dtype, outlier=True)
         assert can_read(parts)

@@ -6,6 +6,10 @@ same columns, and its threads add up what they read; so they do with amax and co
 writes one row of partial sums; a second kernel adds those up. Atomics would need no second kernel,
 but add in another order, to other last digits, every time.
 
+This is how FP32 and FP16 values are cast, and those that a form is computed of; for BF16 ones
+packed.py has what is faster, and only the second kernel is the one here. That one is launched while
+the first still runs, and waits there: on a GPU that can, a launch alone would take 1.5 us.
+
 A program loads the next tile before it casts this one, so that memory always has work from it:
 few programs fit on the GPU at once, and they stay for long.
 """
@@ -17,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from fp8patch.ops.triton.cast_tile import (
     add_count,
@@ -33,11 +38,14 @@ from fp8patch.ops.triton.cast_tile import (
     store_tile,
 )
 from fp8patch.ops.triton.forms import formed, is_stored
-from fp8patch.ops.triton.launch import Launcher, blocks_of, size_class
+from fp8patch.ops.triton.launch import Launcher, blocks_of, capability, size_class
 
 # How many programs to aim at, and with a form (forms.py): found with scripts/tune_quantize.py on an
 # H200, which runs about as many at once. (The last is how many it can hold, by their registers.)
 PROGRAMS, PROGRAMS_FORMED, PROGRAMS_STORED = 528, 660, 792
+# Rows, columns and warps of a tile of partial sums: few columns, as there are few in all, and
+# many rows, as one load after the other would take as long as all of them do.
+ADDED = (256, 16, 8)
 # Tiles of a program, so that the count of its elements is exact as an FP32 number.
 _LONGEST = 1024
 
@@ -143,9 +151,14 @@ def cast_and_add_kernel(
 
 
 @triton.jit
-def _add_rows_kernel(partial, sums, rows, cols, width, BM: tl.constexpr, BK: tl.constexpr):
+def _add_rows_kernel(
+    partial, sums, rows, cols, width, EARLY: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr
+):
     k = tl.program_id(0) * BK + tl.arange(0, BK)
     total = tl.zeros((BM, BK), tl.float32)
+    if EARLY:
+        # For all of the kernel before, which this one was launched beside.
+        gdc_wait()
     for start in range(0, rows, BM):
         m = start + tl.arange(0, BM)
         inside = (m[:, None] < rows) & (k[None, :] < width)
@@ -162,6 +175,7 @@ def programs_of(form: str) -> int:
 
 _cast = Launcher(cast_and_add_kernel)
 _add_rows = Launcher(_add_rows_kernel)
+_add_rows_early = Launcher(_add_rows_kernel, launch_pdl=True)
 
 
 def cast_and_add(
@@ -191,7 +205,10 @@ def cast_and_add(
         return partial if cols == width else partial[:cols]
     sums = torch.empty_strided((cols,), (1,), dtype=torch.float32, device=device)
     sizes = rows, cols, width
-    tile = {"BM": 64, "BK": 32}
-    kinds = tuple(map(size_class, sizes))
-    _add_rows(kinds, blocks_of(cols, 32), (partial, sums), sizes, tile, 4)
+    bm, bk, warps = ADDED
+    early = capability(device.index) >= (9, 0)
+    tile = {"EARLY": early, "BM": bm, "BK": bk}
+    kinds = (ADDED, *map(size_class, sizes))
+    add_rows = _add_rows_early if early else _add_rows
+    add_rows(kinds, blocks_of(cols, bk), (partial, sums), sizes, tile, warps)
     return sums

@@ -7,6 +7,7 @@ integers.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +21,12 @@ _raw_stream: Callable[[int], int] = getattr(
     lambda device: torch.cuda.current_stream(device).cuda_stream,
 )
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+@cache
+def capability(device: int | None) -> tuple[int, int]:
+    """Compute capability of a GPU; (0, 0) on the CPU, under the interpreter."""
+    return (0, 0) if device is None else torch.cuda.get_device_capability(device)
 
 
 def blocks_of(size: int, block: int) -> int:
@@ -47,8 +54,9 @@ class Launcher:
     The kernel takes its tensors first, then its numbers, then its compile-time constants.
     """
 
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
+    def __init__(self, kernel: Any, **options: Any) -> None:
+        """`options` are those of Triton's compiler: `maxnreg`, `launch_pdl`."""
+        self._kernel, self._options = kernel, options
         self._compiled: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
 
     def __call__(
@@ -105,5 +113,5 @@ class Launcher:
             launch(*tensors, *numbers, **constants, num_warps=warps)
             return
         with torch.cuda.device(device):
-            compiled = launch(*tensors, *numbers, **constants, num_warps=warps)
+            compiled = launch(*tensors, *numbers, **constants, num_warps=warps, **self._options)
         self._compiled[key] = compiled, tuple(constants.values())

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from fp8patch.ops.triton.column_sums import cast_and_add, cast_and_add_kernel, programs_of
 from fp8patch.ops.triton.launch import Launcher, blocks_of, empty_matrix, size_class
+from fp8patch.ops.triton.packed import cast_and_add_packed_kernel, packs, quantize_packed_kernel
+from fp8patch.ops.triton.packed_tile import REGISTERS
 from fp8patch.ops.triton.quantize import quantize_constants, quantize_kernel, tile_of
 
 # Columns of every tile in quantize.py.
@@ -65,8 +67,44 @@ def _cast_and_add_kernel(
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["cols"])
+def _quantize_packed_kernel(
+    x, x1, x2, x_fp8, x_fp8_t, scale, scale_inv, bits, amax, counts,
+    limit, rows, cols, height, width, begin1, begin2, stride, stride1, stride2,
+    LARGEST: tl.constexpr, CLIPS: tl.constexpr, FLUSHES_TO: tl.constexpr, FLOOR: tl.constexpr,
+    LIVE: tl.constexpr, OBSERVE: tl.constexpr, TRANSPOSE: tl.constexpr, EVEN: tl.constexpr,
+    FULL: tl.constexpr, FORM: tl.constexpr, PTX: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    part, stride_m = _part(x, x1, x2, width, begin1, begin2, stride, stride1, stride2, BK)
+    quantize_packed_kernel(
+        part, part, x_fp8, x_fp8_t, scale, scale_inv, bits, amax, counts,
+        limit, rows, cols, height, width, stride_m, 1,
+        LARGEST, CLIPS, FLUSHES_TO, FLOOR, LIVE, OBSERVE, TRANSPOSE, EVEN, FULL, FORM, PTX, BM, BK,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["cols", "tiles", "walk"])
+def _cast_and_add_packed_kernel(
+    x, x1, x2, x_fp8, x_fp8_t, scale, scale_inv, bits, amax, counts, partial,
+    limit, rows, cols, height, width, begin1, begin2, stride, stride1, stride2, tiles, walk,
+    LARGEST: tl.constexpr, CLIPS: tl.constexpr, FLUSHES_TO: tl.constexpr, FLOOR: tl.constexpr,
+    LIVE: tl.constexpr, OBSERVE: tl.constexpr, TRANSPOSE: tl.constexpr, EVEN: tl.constexpr,
+    FULL: tl.constexpr, FORM: tl.constexpr, PTX: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    part, stride_m = _part(x, x1, x2, width, begin1, begin2, stride, stride1, stride2, BK)
+    cast_and_add_packed_kernel(
+        part, part, x_fp8, x_fp8_t, scale, scale_inv, bits, amax, counts, partial,
+        limit, rows, cols, height, width, stride_m, 1, tiles, walk,
+        LARGEST, CLIPS, FLUSHES_TO, FLOOR, LIVE, OBSERVE, TRANSPOSE, EVEN, FULL, FORM, PTX, BM, BK,
+    )  # fmt: skip
+
+
 _quantize = Launcher(_quantize_kernel)
 _cast_and_add = Launcher(_cast_and_add_kernel)
+_quantize_packed = Launcher(_quantize_packed_kernel, maxnreg=REGISTERS)
+_cast_and_add_packed = Launcher(_cast_and_add_packed_kernel, maxnreg=REGISTERS)
 
 
 def can_read(parts: Sequence[Tensor]) -> bool:
@@ -96,7 +134,8 @@ def quantize_parts(
     width = sum(part.shape[1] for part in parts)
     rows = x.shape[0]
     height = (rows + 15) // 16 * 16
-    tile = tile_of(x.dtype, column_sums, "")
+    packed = packs(x.dtype, x.device)
+    tile = tile_of(x.dtype, column_sums, "", packed)
     bm, bk, warps = tile
     assert bk == COLUMNS
     # The transpose has padded rows of its own to fill with zeros.
@@ -115,12 +154,14 @@ def quantize_parts(
         return quantize_constants(dtype, x.is_cuda, flags, "", bm, bk)
 
     sums = None
+    blocks = down * across
     if column_sums:
-        shape, programs = (width, width), programs_of("")
+        shape, programs = (width, width), blocks if packed else programs_of("")
         sums = cast_and_add(
             variant, down, across, tensors, numbers, constants, warps, shape, programs,
-            _cast_and_add,
+            _cast_and_add_packed if packed else _cast_and_add,
         )  # fmt: skip
     else:
-        _quantize(variant, down * across, tensors, numbers, constants, warps)
+        launch = _quantize_packed if packed else _quantize
+        launch(variant, blocks, tensors, numbers, constants, warps)
     return x_fp8, x_fp8_t, scale_inv, sums
