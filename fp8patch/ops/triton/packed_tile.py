@@ -171,9 +171,14 @@ def quantize_packed(
         widened(p3, PTX) * used, w, k, rows, width, height, TRANSPOSE, EVEN, PTX,
     )  # fmt: skip
     tops, numbers = _seen(p0, p1, p2, p3, largest_flushed(used, FLUSHES_TO), PTX)
-    SIZE: tl.constexpr = tops.shape[0] * tops.shape[1]
-    # Both in one go, as each takes a barrier.
-    top_bits, lost = tl.reduce((tl.reshape(tops, (SIZE,)), tl.reshape(numbers, (SIZE,))), 0, _pair)
+    if PTX == "":
+        # (Triton's interpreter calls `_pair` for each element.)
+        top_bits, lost = tl.max(tops), tl.sum(numbers)
+    else:
+        # Both in one go, as each takes a barrier.
+        SIZE: tl.constexpr = tops.shape[0] * tops.shape[1]
+        flat = tl.reshape(tops, (SIZE,)), tl.reshape(numbers, (SIZE,))
+        top_bits, lost = tl.reduce(flat, 0, _pair)
     if OBSERVE:
         raise_amax(amax, top_bits)
         number = _number(lost, PTX)
