@@ -89,7 +89,7 @@ class Deferred(Tensor):
                 return _FP32 if first._wide else first.stored.dtype
             if func in _ASKS:
                 return func(first.stored, *args[1:], **kwargs)
-            if func in _MOVES:
+            if func in _MOVES and not any(isinstance(arg, torch.dtype) for arg in args):
                 return cls.of(func(first.stored, *args[1:], **kwargs), first._wide)
         return func(*_made(list(args)), **_made(dict(kwargs)))
 

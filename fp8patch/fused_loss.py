@@ -1,34 +1,35 @@
 """The loss of a language model, fused (ops/cross_entropy.py), where the model computes it itself.
 
 While a converted root runs its training forward, `torch.nn.functional.cross_entropy` is one that
-takes what it can to the operator, and the rest to the stock function. Where transformers keeps the
-loss in a function of its own, that is given logits whose `.float()` waits (deferred.py): it asks
-for FP32 only because PyTorch's losses are as precise as what they are given.
+takes what it can to the operator, and the rest to the stock function. Where transformers' own loss
+functions widen the logits first, they are given logits whose `.float()` waits (deferred.py): they
+ask for FP32 only because PyTorch's losses are as precise as what they are given.
 
-Nothing is left on the model or in torch when the forward ends.
+Who has put another cross entropy or another loss function in its place keeps it. Nothing is left on
+the model or in torch when the forward ends.
 """
 
-import functools
+import operator
 import weakref
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fp8patch import regions
 from fp8patch.deferred import Deferred
 from fp8patch.ops import cross_entropy as ops
+from fp8patch.structures import map_tensors
 
 # Where there is Triton, and so something to gain.
 DEVICES = ("cuda",)
 # With fewer classes a row is too short for a program, and the logits are small beside the rest.
 FEWEST_CLASSES = 512
 
-_stock: Callable[..., Tensor] = torch.nn.functional.cross_entropy
+_stock: Any = torch.nn.functional.cross_entropy
+_TRANSFORMERS_LOSSES = "transformers.loss."
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -37,26 +38,45 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, ignored: int, reduction: str) -> Tensor:
         losses, lse, sums = ops.cross_entropy(logits, labels, ignored)
-        ctx.ignored, ctx.mean = ignored, reduction == "mean"
-        total, count = sums.unbind()
+        total, count, are_classes = sums.unbind()
+        # PyTorch's own kernel asserts it too. Without a wait: no training goes on from there.
+        torch._assert_async(are_classes, f"a label is no class, and not {ignored} either")
+        ctx.ignored, ctx.reduction = ignored, reduction
         # As PyTorch has it, no loss at all has the mean nan, and the gradient zero.
         ctx.save_for_backward(logits, labels, lse, count)
         if reduction == "none":
             return losses
-        return total / count if ctx.mean else total.clone()
+        return total / count if reduction == "mean" else total.clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, by_loss: Tensor) -> Any:
-        logits, labels, lse, count = ctx.saved_tensors
-        by_loss = by_loss.float()
-        by_row = by_loss / count if ctx.mean else by_loss.contiguous()
-        return (
-            ops.cross_entropy_backward(logits, labels, lse, by_row, ctx.ignored),
-            None,
-            None,
-            None,
-        )
+        logits, labels, lse, count = _saved(ctx)
+        if torch.is_grad_enabled():  # Second derivatives are wanted.
+            grad = _differentiable_grad(ctx, logits, labels, by_loss)
+        else:
+            by_loss = by_loss.float()
+            by_row = by_loss / count if ctx.reduction == "mean" else by_loss.contiguous()
+            grad = ops.cross_entropy_backward(logits, labels, lse, by_row, ctx.ignored)
+        return grad, None, None, None
+
+
+def _saved(ctx: Any) -> Any:
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):
+            raise
+        raise RuntimeError(
+            "the logits were written to in place between the loss and its backward, which a fused "
+            "loss reads them again for. Write to a copy of them, or leave losses to PyTorch with "
+            "`loss: stock` in the recipe."
+        ) from error
+
+
+def _differentiable_grad(ctx: Any, logits: Tensor, labels: Tensor, by_loss: Tensor) -> Tensor:
+    loss = _stock(logits.float(), labels, ignore_index=ctx.ignored, reduction=ctx.reduction)
+    grad: Tensor = torch.autograd.grad(loss, logits, by_loss, create_graph=True)[0]
+    return grad
 
 
 def cross_entropy(
@@ -71,14 +91,15 @@ def cross_entropy(
 ) -> Tensor:
     """`torch.nn.functional.cross_entropy`, in one read of `input` where it can be."""
     plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
-    if plain and reduction in ("mean", "sum", "none") and _takes(input, target):
+    plain = plain and type(ignore_index) is int and reduction in ("mean", "sum", "none")
+    if plain and _takes(input, target):
         logits = input.stored if isinstance(input, Deferred) else input
         loss: Tensor = _CrossEntropy.apply(logits, target, ignore_index, reduction)  # type: ignore[no-untyped-call]
         return loss.to(_dtype_of_loss(input))
     given = input.made() if isinstance(input, Deferred) else input
-    return _stock(
-        given, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
-    )
+    more = weight, size_average, ignore_index, reduce, reduction, label_smoothing
+    stock: Tensor = _stock(given, target, *more)
+    return stock
 
 
 def _dtype_of_loss(input: Tensor) -> torch.dtype:
@@ -117,24 +138,49 @@ def worthwhile(logits: Tensor) -> bool:
 
 def _in_training() -> bool:
     region = regions.active()
-    return region is not None and region.execution != "observe" and region.training is True
+    if region is None or region.execution == "observe" or region.training is not True:
+        return False
+    # What checkpointing computes again, when no root runs, has to be what it was.
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 class _LossFunction:
-    """A model's own loss function, given logits whose `.float()` waits."""
+    """Stands in for the loss function that transformers chose for a model.
 
-    def __init__(self, stock: Callable[..., Any]) -> None:
-        self._stock = stock
+    Which one that is is asked when it is called: for many a model it never is.
+    """
+
+    def __init__(self, owner: nn.Module) -> None:
+        self._owner = weakref.ref(owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not _in_training():
-            return self._stock(*args, **kwargs)
+        stock = self.stock()
+        ours = getattr(stock, "__module__", "").startswith(_TRANSFORMERS_LOSSES)
+        if not ours or torch.compiler.is_compiling() or not _in_training():
+            return stock(*args, **kwargs)
         if args:
             args = (_deferred(args[0]), *args[1:])
         if "logits" in kwargs:
             kwargs["logits"] = _deferred(kwargs["logits"])
-        found = self._stock(*args, **kwargs)
-        return found.made() if isinstance(found, Deferred) else found
+        return map_tensors(stock(*args, **kwargs), _made)
+
+    def stock(self) -> Any:
+        """The model's loss function without us."""
+        owner: Any = self._owner()
+        put = owner.__dict__.pop(_PLACE, None)
+        try:
+            return owner.loss_function
+        finally:
+            if put is not None:
+                owner.__dict__[_PLACE] = put
+
+    # A model that is copied or saved in its forward takes nothing of ours along.
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.stock()
+
+    def __reduce__(self) -> Any:
+        # (By a function that is there without us.)
+        return operator.getitem, ([self.stock()], 0)
 
 
 def _deferred(logits: Any) -> Any:
@@ -142,27 +188,31 @@ def _deferred(logits: Any) -> Any:
     return Deferred.of(logits) if narrow and worthwhile(logits) else logits
 
 
-@functools.cache
-def _loss_function(stock: Callable[..., Any]) -> _LossFunction:
-    return _LossFunction(stock)
+def _made(found: Tensor) -> Tensor:
+    return found.made() if isinstance(found, Deferred) else found
 
 
-# Modules of a root with a loss function that transformers chose.
-_owners: "weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Any]]]" = (
+# Where transformers keeps a loss function that somebody has set.
+_PLACE = "_loss_function"
+# What stands in, by root: (owner, its stand-in).
+_stand_ins: "weakref.WeakKeyDictionary[nn.Module, list[tuple[Any, _LossFunction]]]" = (
     weakref.WeakKeyDictionary()
 )
 
 
-def _owners_in(root: nn.Module) -> list[Any]:
-    known = _owners.get(root)
-    if known is None:
-        found = [m for m in root.modules() if isinstance(_declared(m), property)]
-        known = _owners[root] = [weakref.ref(module) for module in found]
-    return [module for module in (owner() for owner in known) if module is not None]
+def _stand_ins_of(root: nn.Module) -> list[tuple[Any, _LossFunction]]:
+    found = _stand_ins.get(root)
+    if found is None:
+        owners = [module for module in root.modules() if _is_transformers(module)]
+        found = [(weakref.ref(owner), _LossFunction(owner)) for owner in owners]
+        _stand_ins[root] = found
+    return found
 
 
-def _declared(module: nn.Module) -> Any:
-    return getattr(type(module), "loss_function", None)
+def _is_transformers(module: nn.Module) -> bool:
+    declared = getattr(type(module), "loss_function", None)
+    asked = declared.fget if isinstance(declared, property) else None
+    return getattr(asked, "__module__", "").startswith("transformers.")
 
 
 class FusedLosses(AbstractContextManager[None]):
@@ -170,15 +220,19 @@ class FusedLosses(AbstractContextManager[None]):
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._set: list[nn.Module] = []
+        self._set: list[tuple[nn.Module, _LossFunction]] = []
 
     def __enter__(self) -> None:
+        genuine = _stock.__module__ == "torch.nn.functional"
+        if not genuine or torch.nn.functional.cross_entropy is not _stock:
+            return
+        for reference, stand_in in _stand_ins_of(self._root):
+            owner = reference()
+            # A user's own is kept there (as a submodule, if it is one), and left alone.
+            if owner is not None and _PLACE not in owner.__dict__ | owner._modules:
+                owner.__dict__[_PLACE] = stand_in
+                self._set.append((owner, stand_in))
         torch.nn.functional.cross_entropy = cross_entropy
-        for owner in _owners_in(self._root):
-            # A user's own is kept there, and is left alone.
-            if "_loss_function" not in owner.__dict__:
-                owner.__dict__["_loss_function"] = _loss_function(owner.loss_function)
-                self._set.append(owner)
 
     def __exit__(
         self,
@@ -188,7 +242,7 @@ class FusedLosses(AbstractContextManager[None]):
     ) -> None:
         if torch.nn.functional.cross_entropy is cross_entropy:
             torch.nn.functional.cross_entropy = _stock
-        for owner in self._set:
-            if isinstance(owner.__dict__.get("_loss_function"), _LossFunction):
-                del owner.__dict__["_loss_function"]
+        for owner, stand_in in self._set:
+            if owner.__dict__.get(_PLACE) is stand_in:
+                del owner.__dict__[_PLACE]
         self._set.clear()

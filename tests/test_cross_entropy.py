@@ -49,7 +49,7 @@ def test_it_is_near_fp64(shape: tuple[int, int], device: str) -> None:
             torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
             assert not losses[1::3].any()
             count = float((labels != IGNORED).sum())
-            assert sums.tolist() == [pytest.approx(float(losses.sum()), rel=1e-6), count]
+            assert sums.tolist() == [pytest.approx(float(losses.sum()), rel=1e-6), count, 1.0]
             found = ops.cross_entropy_backward(logits, labels, lse, by_loss, IGNORED)
             assert (found.shape, found.dtype) == (logits.shape, dtype)
             assert (found.stride(0) * found.element_size()) % 16 == 0
@@ -93,10 +93,17 @@ def test_odd_values_go_where_pytorch_sends_them(device: str) -> None:
 def test_a_label_that_is_no_class_is_no_number(device: str) -> None:
     x = torch.randn(4, 600, device=device)
     labels = torch.tensor([0, 600, -1, IGNORED], device=device)
-    losses, _, sums = ops.cross_entropy(x, labels, IGNORED)
+    losses, lse, sums = ops.cross_entropy(x, labels, IGNORED)
     assert losses.isnan().tolist() == [False, True, True, False]
-    assert sums.isnan().tolist() == [True, False]
-    assert ops.cross_entropy(x, labels, -1)[0].isnan().tolist() == [False, True, False, True]
+    assert sums.isnan().tolist() == [True, False, False]
+    assert sums[2] == 0
+    grad = ops.cross_entropy_backward(x, labels, lse, torch.ones((), device=device), IGNORED)
+    assert grad.isnan().all(1).tolist() == [False, True, True, False]
+    assert not grad[3].any()
+    assert grad[0].isfinite().all()
+    found = ops.cross_entropy(x, labels, -1)
+    assert found[0].isnan().tolist() == [False, True, False, True]
+    assert found[2][2] == 0
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -104,11 +111,11 @@ def test_no_rows_and_no_labels(device: str) -> None:
     x = torch.randn(0, 600, device=device)
     labels = torch.zeros(0, dtype=torch.int64, device=device)
     losses, lse, sums = ops.cross_entropy(x, labels, IGNORED)
-    assert (losses.shape, sums.tolist()) == ((0,), [0.0, 0.0])
+    assert (losses.shape, sums.tolist()) == ((0,), [0.0, 0.0, 1.0])
     assert ops.cross_entropy_backward(x, labels, lse, losses, IGNORED).shape == (0, 600)
     x, labels = torch.randn(3, 600, device=device), torch.full((3,), IGNORED, device=device)
     losses, lse, sums = ops.cross_entropy(x, labels, IGNORED)
-    assert sums.tolist() == [0.0, 0.0]
+    assert sums.tolist() == [0.0, 0.0, 1.0]
     nan = torch.tensor(float("nan"), device=device)
     assert not ops.cross_entropy_backward(x, labels, lse, nan, IGNORED).any()
 
@@ -141,6 +148,12 @@ labels = torch.tensor([1, 2, 600])
 expected = plain.cross_entropy(x, labels, IGNORED)
 found = kernels.cross_entropy(x, labels, IGNORED)
 torch.testing.assert_close(found, expected, equal_nan=True)
+by_loss = torch.ones(3)
+grads = [
+    plain.cross_entropy_backward(x, labels, expected[1], by_loss, IGNORED),
+    kernels.cross_entropy_backward(x, labels, found[1], by_loss, IGNORED, 608),
+]
+torch.testing.assert_close(*grads, equal_nan=True)
 print("done")
 """
 

@@ -1,7 +1,10 @@
 """The fused loss in models: the same losses and gradients, less memory, and nothing left behind."""
 
 import copy
+import gc
+import logging
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -103,18 +106,142 @@ def test_models_have_the_same_loss_and_gradients(name: str, seen: list[torch.dty
         assert sqnr(grad, grads[key]) > (20 if rounded else 30), key
 
 
-def test_a_models_own_loss_function_is_left_alone(seen: list[torch.dtype]) -> None:
+class OwnLoss(nn.Module):
+    """A user's loss, which widens its logits and edits them."""
+
+    def forward(self, logits: Tensor, labels: Tensor, **rest: Any) -> Tensor:
+        assert type(logits) is Tensor
+        wide = logits.float()
+        wide[..., 10:300] = -50
+        return F.cross_entropy(wide.view(-1, VOCABULARY), labels.view(-1))
+
+
+@pytest.mark.parametrize("how", ["function", "module", "mapping"])
+def test_a_models_own_loss_function_gets_the_logits(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model: Any = transformer("llama")
-    given: list[Tensor] = []
+    own = OwnLoss()
+    if how == "mapping":
+        from transformers.loss import loss_utils
 
-    def own(logits: Tensor, labels: Tensor, **rest: Any) -> Tensor:
-        given.append(logits)
-        return logits.float().square().mean()
+        monkeypatch.setitem(loss_utils.LOSS_MAPPING, "ForCausalLM", own.forward)
+    elif how == "module":
+        model._loss_function = own
+    else:
+        model.loss_function = own.forward
+    found, expected = (loss_and_grads(model, recipe)[0].loss for recipe in ("fused", "stock"))
+    torch.testing.assert_close(found, expected)
+    assert found > 10
 
-    model.loss_function = own
-    loss_and_grads(model, "fused")
-    assert {type(logits) for logits in given} == {Tensor}
+
+def test_transformers_says_nothing_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Asked for the loss function of a model without a head, it warns."""
+    import transformers
+
+    monkey = logging.getLogger("transformers")
+    monkey.addHandler(caplog.handler)
+    transformers.logging.warning_once.cache_clear()
+    try:
+        loss_and_grads(transformer("llama"), "fused")
+    finally:
+        monkey.removeHandler(caplog.handler)
+    assert "loss_type" not in caplog.text
+
+
+def test_somebody_elses_cross_entropy_is_called_and_stays(
+    monkeypatch: pytest.MonkeyPatch, seen: list[torch.dtype]
+) -> None:
+    calls: list[torch.dtype] = []
+
+    def theirs(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        assert type(input) is Tensor
+        calls.append(input.dtype)
+        return 2 * STOCK(input, *args, **kwargs)
+
+    expected = loss_and_grads(transformer("llama"), "stock")[0].loss
+    torch.nn.functional.cross_entropy = theirs
+    try:
+        found = loss_and_grads(transformer("llama"), "fused")[0].loss
+        assert torch.nn.functional.cross_entropy is theirs
+        fused, _ = len(calls), calls.clear()
+        loss_and_grads(transformer("llama"), "stock")
+    finally:
+        torch.nn.functional.cross_entropy = STOCK
+    assert calls == [torch.float32] * fused
     assert not seen
+    torch.testing.assert_close(found, 2 * expected)
+
+
+def test_a_label_that_is_no_class_ends_the_run() -> None:
+    with pytest.raises(RuntimeError, match="a label is no class, and not -100 either"):
+        step(lambda x, y: F.cross_entropy(x, y + VOCABULARY), "fused")
+
+
+def test_logits_that_are_edited_before_backward() -> None:
+    def edited(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(x, y)
+        x.mul_(2)
+        return loss
+
+    with pytest.raises(RuntimeError, match="`loss: stock` in the recipe"):
+        step(edited, "fused", autocast=False)
+
+
+def test_second_derivatives() -> None:
+    results = []
+    for recipe in ("fused", "stock"):
+        model = fp8patch.convert_model(
+            Tail(lambda x, y: F.cross_entropy(x, y)),
+            fp8patch.Recipe.from_dict({"include": ["up"], "loss": recipe}),
+        )
+        with fp8patch.autocast(backend="emulate"):
+            loss = model(torch.ones(9, 32), torch.arange(9))
+        (grad,) = torch.autograd.grad(loss, model.head.weight, create_graph=True)
+        (grad.square().sum() + loss).backward()
+        results.append(model.head.weight.grad)
+    torch.testing.assert_close(*results)
+
+
+def test_checkpointing_computes_the_same_loss_again() -> None:
+    def chunk(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(x, y)
+
+    def checkpointed(x: Tensor, y: Tensor) -> Any:
+        return torch.utils.checkpoint.checkpoint(chunk, x, y, use_reentrant=False)
+
+    found, expected = (step(checkpointed, recipe) for recipe in ("fused", "stock"))
+    for a, b in zip(found[1], expected[1], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_copy_made_in_the_forward_is_a_stock_model() -> None:
+    model: Any = fp8patch.convert_model(transformer("llama"), fp8patch.Recipe(min_gain=0.0))
+    made: list[Any] = []
+
+    def copies(*_: Any) -> None:
+        made.append(copy.deepcopy(model))
+        made.append(pickle.loads(pickle.dumps(model.loss_function)))
+
+    handle = model.model.register_forward_pre_hook(copies)
+    ids = torch.randint(3, VOCABULARY, (2, 12))
+    with fp8patch.autocast(backend="emulate"):
+        model(input_ids=ids, labels=ids)
+    handle.remove()
+    twin, function = made[:2]
+    assert function is twin.loss_function is model.loss_function
+    assert function.__module__.startswith("transformers.loss.")
+
+
+def test_a_model_that_is_gone_is_freed() -> None:
+    model: Any = fp8patch.convert_model(transformer("llama"), fp8patch.Recipe(min_gain=0.0))
+    ids = torch.randint(3, VOCABULARY, (2, 12))
+    with fp8patch.autocast(backend="emulate"):
+        model(input_ids=ids, labels=ids)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
 
 
 class Tail(nn.Module):
@@ -245,6 +372,7 @@ def test_a_deferred_tensor_is_what_it_stands_for() -> None:
         lambda x: x + 1,
         lambda x: x[..., :-1, :].contiguous().view(-1, 8),
         lambda x: x.reshape(6, 8).argmax(-1),
+        lambda x: x.view(torch.int32).shape,
         lambda x: x.log_softmax(-1),
         lambda x: (x.dtype, x.shape, x.device, x.ndim, x.requires_grad, x.size(-1), len(x)),
         lambda x: x.to(torch.float32).dtype,

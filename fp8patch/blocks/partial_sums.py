@@ -22,7 +22,11 @@ class _Inside(threading.local):
 
 _inside = _Inside()
 # buf7 = workspace_0[0 * (768) * (1024) : (0 + 1) * (768) * (1024)].view(768, 1024).sum(dim=0)
-_SUM = re.compile(r"(\w+ = )(\w+\[.+\]\.view\(.+\))\.sum\(dim=0\)(?=$|\.)")
+# (with `keepdim=False` in some releases)
+_SUM = re.compile(
+    r"(?P<to>\w+ = )(?P<rows>\w+\[.+\]\.view\((?P<shape>.+)\))"
+    r"\.sum\(dim=0(?:, keepdim=(?P<keep>True|False))?\)(?P<rest>$|\..*)"
+)
 # Where a compiled graph is read from Inductor's cache, nothing of ours is imported yet.
 _OURS = "__import__('fp8patch.ops.add_rows', fromlist=['add_rows']).add_rows"
 
@@ -55,4 +59,20 @@ def _patch() -> None:
 
 def rewritten(line: str) -> str:
     """`line` of generated code, with our sum if it is one of partial sums."""
-    return _SUM.sub(rf"\1{_OURS}(\2)", line)
+    found = _SUM.fullmatch(line)
+    if found is None or len(_split(found["shape"])) != 2:
+        return line
+    kept = ".unsqueeze(0)" if found["keep"] == "True" else ""
+    return f"{found['to']}{_OURS}({found['rows']}){kept}{found['rest']}"
+
+
+def _split(arguments: str) -> list[str]:
+    """At the commas that are inside of no bracket."""
+    parts, depth = [""], 0
+    for character in arguments:
+        depth += (character in "([") - (character in ")]")
+        if character == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts

@@ -37,12 +37,13 @@ def cross_entropy(logits: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor,
 
     Args:
         logits: [M, V] in FP32, BF16 or FP16; classes are neighbours in memory, rows need not be.
-        labels: [M], int64. A label that is neither a class nor `ignored` makes its loss nan.
+        labels: [M], int64. Of a label that is neither a class nor `ignored`, loss and
+            gradient are nan.
         ignored: The label of rows that have no loss.
 
     Returns:
-        losses FP32 [M], 0 where ignored; lse FP32 [M], which backward wants; FP32 [2]: the sum of
-        the losses, and how many rows have one.
+        losses FP32 [M], 0 where ignored; lse FP32 [M], which backward wants; FP32 [3]: the sum of
+        the losses, how many rows have one, and 1 if all labels are as they should be, else 0.
     """
     if logits.is_cuda and logits.numel() and (found := kernels()) is not None:
         return found.cross_entropy(logits, labels, ignored)  # type: ignore[no-any-return]
@@ -57,7 +58,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor,
     picked = x.gather(1, torch.where(known, chosen, 0).unsqueeze(1)).squeeze(1)
     losses = torch.where(known, lse - picked, float("nan"))
     losses = torch.where(has_loss, losses, 0.0)
-    return losses, lse, torch.stack([losses.sum(), has_loss.sum().float()])
+    sums = losses.sum(), has_loss.sum().float(), known.all().float()
+    return losses, lse, torch.stack(sums)
 
 
 def cross_entropy_backward(
@@ -83,7 +85,8 @@ def cross_entropy_backward(
     grad = (x - lse.unsqueeze(1)).exp()
     classes = torch.arange(x.shape[1], device=x.device)
     grad -= (labels.unsqueeze(1) == classes).float()
-    grad *= torch.where(has_loss, by_loss, 0.0).unsqueeze(1)
+    known = (labels >= 0) & (labels < x.shape[1])
+    grad *= torch.where(known, by_loss, float("nan")).unsqueeze(1)
     grad = torch.where(has_loss.unsqueeze(1), grad, 0.0)
     whole = logits.new_zeros(logits.shape[0], width)
     whole[:, : x.shape[1]] = grad

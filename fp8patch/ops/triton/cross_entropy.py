@@ -59,17 +59,21 @@ def _forward_kernel(
 
 
 @triton.jit
-def _sum_kernel(losses, labels, sums, rows, ignored, BLOCK: tl.constexpr):
+def _sum_kernel(losses, labels, sums, rows, classes, ignored, BLOCK: tl.constexpr):
     # One program: always the same order.
     total = tl.zeros((BLOCK,), tl.float32)
     count = tl.zeros((BLOCK,), tl.float32)
+    wrong = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, rows, BLOCK):
         m = start + tl.arange(0, BLOCK)
         total += tl.load(losses + m, mask=m < rows, other=0.0)
         label = tl.load(labels + m, mask=m < rows, other=ignored)
         count += tl.where(label != ignored, 1.0, 0.0)
+        known = (label >= 0) & (label < classes)
+        wrong += tl.where((label != ignored) & (known == 0), 1.0, 0.0)
     tl.store(sums, tl.sum(total))
     tl.store(sums + 1, tl.sum(count))
+    tl.store(sums + 2, tl.where(tl.sum(wrong) > 0.0, 0.0, 1.0))
 
 
 @triton.jit
@@ -84,6 +88,8 @@ def _backward_kernel(
     values = tl.zeros((BLOCK,), tl.float32)
     if label != ignored:
         factor = tl.load(by_loss + row) if EACH else tl.load(by_loss)
+        known = (label >= 0) & (label < classes)
+        factor = tl.where(known, factor, float("nan"))
         inside = k < classes
         x = tl.load(logits + row * stride + k, mask=inside, other=float("-inf")).to(tl.float32)
         values = tl.exp(x - tl.load(lse + row)) - tl.where(k == label, 1.0, 0.0)
@@ -104,13 +110,13 @@ def cross_entropy(
     rows, classes = logits.shape
     stride, device = logits.stride(0), logits.device
     losses, lse = empty_matrix(2, rows, torch.float32, device).unbind()
-    sums = torch.empty_strided((2,), (1,), dtype=torch.float32, device=device)
+    sums = torch.empty_strided((3,), (1,), dtype=torch.float32, device=device)
     block, warps = tile
     sizes = classes, stride, ignored
     starts = tuple(tensor.data_ptr() % 16 for tensor in (logits, labels, lse))
     variant: tuple[Any, ...] = (logits.dtype, starts, tile, *map(size_class, sizes))
     _forward(variant, rows, (logits, labels, losses, lse), sizes, {"BLOCK": block}, warps)
-    numbers = rows, ignored
+    numbers = rows, classes, ignored
     variant = starts[1], *map(size_class, numbers)
     _sum(variant, 1, (losses, labels, sums), numbers, {"BLOCK": _SUMMED}, 8)
     return losses, lse, sums
