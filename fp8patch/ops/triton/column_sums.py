@@ -21,8 +21,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
+from fp8patch.ops.triton.add_rows import add_up
 from fp8patch.ops.triton.cast_tile import (
     add_count,
     as_one,
@@ -38,11 +38,11 @@ from fp8patch.ops.triton.cast_tile import (
     store_tile,
 )
 from fp8patch.ops.triton.forms import formed, is_stored
-from fp8patch.ops.triton.launch import Launcher, blocks_of, capability, size_class
+from fp8patch.ops.triton.launch import Launcher, blocks_of, capability
 
-# How many programs to aim at, and with a form (forms.py): found with scripts/tune_quantize.py on an
-# H200, which runs about as many at once. (The last is how many it can hold, by their registers.)
-PROGRAMS, PROGRAMS_FORMED, PROGRAMS_STORED = 528, 660, 792
+# How many programs to aim at, with a form (forms.py), and with one of what is stored: found with
+# scripts/tune_quantize.py and scripts/tune_grad_forms.py on an H200, which runs about as many at once.
+PROGRAMS, PROGRAMS_FORMED, PROGRAMS_STORED = 528, 660, 528
 # Rows, columns and warps of a tile of partial sums: few columns, as there are few in all, and
 # many rows, as one load after the other would take as long as all of them do.
 ADDED = (256, 16, 8)
@@ -150,22 +150,6 @@ def cast_and_add_kernel(
             tl.atomic_add(counts + 3, (tl.zeros((), tl.int64) + rows) * cols, sem="relaxed")
 
 
-@triton.jit
-def _add_rows_kernel(
-    partial, sums, rows, cols, width, EARLY: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr
-):
-    k = tl.program_id(0) * BK + tl.arange(0, BK)
-    total = tl.zeros((BM, BK), tl.float32)
-    if EARLY:
-        # For all of the kernel before, which this one was launched beside.
-        gdc_wait()
-    for start in range(0, rows, BM):
-        m = start + tl.arange(0, BM)
-        inside = (m[:, None] < rows) & (k[None, :] < width)
-        total += tl.load(partial + m[:, None] * width + k[None, :], mask=inside, other=0.0)
-    tl.store(sums + k, tl.sum(total, 0), mask=k < cols)
-
-
 def programs_of(form: str) -> int:
     """How many programs to aim at."""
     if is_stored(form):
@@ -174,8 +158,6 @@ def programs_of(form: str) -> int:
 
 
 _cast = Launcher(cast_and_add_kernel)
-_add_rows = Launcher(_add_rows_kernel)
-_add_rows_early = Launcher(_add_rows_kernel, launch_pdl=True)
 
 
 def cast_and_add(
@@ -204,11 +186,5 @@ def cast_and_add(
     if rows == 1:
         return partial if cols == width else partial[:cols]
     sums = torch.empty_strided((cols,), (1,), dtype=torch.float32, device=device)
-    sizes = rows, cols, width
-    bm, bk, warps = ADDED
-    early = capability(device.index) >= (9, 0)
-    tile = {"EARLY": early, "BM": bm, "BK": bk}
-    kinds = (ADDED, *map(size_class, sizes))
-    add_rows = _add_rows_early if early else _add_rows
-    add_rows(kinds, blocks_of(cols, bk), (partial, sums), sizes, tile, warps)
+    add_up(partial, sums, (rows, cols, width), ADDED, capability(device.index) >= (9, 0))
     return sums

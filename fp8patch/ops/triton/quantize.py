@@ -24,7 +24,6 @@ from fp8patch.ops.triton.cast_tile import (
     quantize_tile,
 )
 from fp8patch.ops.triton.column_sums import cast_and_add, programs_of
-from fp8patch.ops.triton.forms import is_stored
 from fp8patch.ops.triton.launch import Launcher, blocks_of, empty_matrix, size_class
 from fp8patch.ops.triton.packed import (
     cast_and_add_packed_launch,
@@ -114,8 +113,7 @@ def tile_of(dtype: torch.dtype, column_sums: bool, form: str, packed: bool) -> T
     if packed:
         return _PACKED[column_sums]
     if form:
-        # What computes little is bound by its reads, as FP32 is.
-        return (_WIDE if is_stored(form) else _FORMED)[column_sums]
+        return _FORMED[column_sums]
     return (_WIDE if dtype == torch.float32 else _NARROW)[column_sums]
 
 
