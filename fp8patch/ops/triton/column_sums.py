@@ -40,8 +40,8 @@ from fp8patch.ops.triton.cast_tile import (
 from fp8patch.ops.triton.forms import formed, is_stored
 from fp8patch.ops.triton.launch import Launcher, blocks_of, capability
 
-# How many programs to aim at, with a form (forms.py), and with one of what is stored: found with
-# scripts/tune_quantize.py and scripts/tune_grad_forms.py on an H200, which runs about as many at once.
+# How many programs to aim at, with a form (forms.py), and with one of what is stored. Found with
+# scripts/tune_quantize.py and tune_grad_forms.py on an H200, which runs about as many at once.
 PROGRAMS, PROGRAMS_FORMED, PROGRAMS_STORED = 528, 660, 528
 # Rows, columns and warps of a tile of partial sums: few columns, as there are few in all, and
 # many rows, as one load after the other would take as long as all of them do.
