@@ -13,6 +13,7 @@ import fp8patch
 from fp8patch.modules import aligned
 from fp8patch.modules.aligned import AlignedGemms, AlignedLinear
 from fp8patch.numerics import sqnr
+from fp8patch.ops import cross_entropy as ops
 
 
 class Model(nn.Module):
@@ -118,7 +119,7 @@ def test_arithmetic(n: int, rows: int, bias: bool, monkeypatch: pytest.MonkeyPat
     for got, want in zip(gemms(x, weight, b_, grad), reference, strict=True):
         assert got.shape == want.shape
         assert torch.equal(want, got.double()) or sqnr(want, got.double()) > 50
-    # As a fused loss has it: rows that begin at multiples of 16 bytes, and anything in between.
+    # Rows apart, with anything between them, are copied like others.
     apart = torch.full((rows, 1032), torch.nan).bfloat16()
     apart[:, :n] = grad
     for got, want in zip(gemms(x, weight, b_, apart[:, :n]), reference, strict=True):
@@ -133,6 +134,50 @@ def test_arithmetic(n: int, rows: int, bias: bool, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(aligned, "_pad_rows", dirty)
     assert gemms(x, weight, b_, grad)[1].isnan().any() or not rows
+
+
+@pytest.mark.parametrize("n", [1027, 1025, 1031])
+def test_a_fused_losss_gradient_is_read_where_it_lies(
+    n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(n)
+    x, weight = (torch.randn(m, 32, generator=generator) for m in (40, n))
+    logits = torch.randn(40, n, generator=generator).bfloat16()
+    labels = torch.randint(0, n, (40,), generator=generator)
+    _, lse, _ = ops.cross_entropy(logits, labels, -100)
+    copies: list[torch.Tensor] = []
+    real = aligned._copy
+    monkeypatch.setattr(aligned, "_copy", lambda *args: copies.append(args[0]) or real(*args))
+
+    def grads() -> torch.Tensor:
+        return ops.cross_entropy_backward(logits, labels, lse, torch.ones(()), -100)
+
+    grad = grads()
+    for got, want in zip(gemms(x, weight, None, grad), wanted(x, weight, None, grad), strict=True):
+        assert torch.equal(want, got.double()) or sqnr(want, got.double()) > 50
+    assert len(copies) == 1  # the output
+    # Not if another one came since, nor if it is a tensor of its own.
+    older, _ = grads(), grads()
+    gemms(x, weight, None, older)
+    gemms(x, weight, None, grads().clone())
+    assert len(copies) == 5
+
+
+def test_only_the_memory_of_the_last_gradient() -> None:
+    labels = torch.zeros(4, dtype=torch.int64)
+    logits = torch.randn(4, 27)
+    _, lse, _ = ops.cross_entropy(logits, labels, -100)
+    grad = ops.cross_entropy_backward(logits, labels, lse, torch.ones(()), -100)
+    assert grad.stride() == (32, 1)
+    whole = ops.with_zeros(grad.view(2, 2, 27).view(4, 27), 8)
+    assert whole is not None
+    assert whole.shape == (4, 32)
+    assert not whole[:, 27:].any()
+    assert ops.with_zeros(grad.t(), 8) is None
+    assert ops.with_zeros(torch.randn(4, 32)[:, :27], 8) is None
+    del grad, whole
+    for _ in range(8):
+        assert ops.with_zeros(torch.empty(4, 32)[:, :27], 8) is None
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp8patch import regions
+from fp8patch.ops.cross_entropy import with_zeros
 
 # Elements of two bytes in the 16 bytes that a row has to be a multiple of.
 _MULTIPLE = 8
@@ -92,27 +93,19 @@ class AlignedGemms(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         input_dtype, weight_dtype, bias_dtype = ctx.dtypes
         n, width = ctx.features, ctx.width
-        if _starts_aligned(grad_output, rows.dtype):
-            grad, padded_to = grad_output, n
-        else:
+        grad = with_zeros(grad_output, _MULTIPLE) if grad_output.dtype == rows.dtype else None
+        if grad is None:
             grad = grad_output.new_empty(grad_output.shape[0], width, dtype=rows.dtype)
             _copy(grad_output, grad[:, :n])
             grad[:, n:].zero_()
-            padded_to = width
         grad_input = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_input = (grad @ _pad_rows(weight, padded_to, rows.dtype)).to(input_dtype)
+            grad_input = (grad @ _pad_rows(weight, width, rows.dtype)).to(input_dtype)
         if ctx.needs_input_grad[1]:
             grad_weight = (grad.t() @ rows)[:n].to(weight_dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = grad_output.sum(0, dtype=torch.float32).to(bias_dtype)
         return grad_input, grad_weight, grad_bias, None
-
-
-def _starts_aligned(grad: Tensor, dtype: torch.dtype) -> bool:
-    """Do the rows of `grad` begin at multiples of 16 bytes, as those of a fused loss do?"""
-    starts = grad.stride(0), grad.data_ptr() // grad.element_size()
-    return grad.dtype == dtype and grad.stride(1) == 1 and not any(s % _MULTIPLE for s in starts)
 
 
 def _copy(source: Tensor, target: Tensor) -> None:

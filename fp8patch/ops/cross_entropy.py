@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8patch import messages
 
@@ -72,9 +73,31 @@ def cross_entropy_backward(
         by_loss: FP32, the gradient of each row's loss: [M], or a scalar for all rows.
 
     Returns:
-        [M, V] like the logits; zero where ignored. Its rows begin at multiples of 16 bytes, so
-        that tensor cores can read it where V is odd.
+        [M, V] like the logits; zero where ignored. Where V is no multiple of 16, zeros lie between
+        its rows, so that a GEMM can read it as if it were (`with_zeros`).
     """
+    grad = _backward(logits, labels, lse, by_loss, ignored)
+    _last[:] = [StorageWeakRef(grad.untyped_storage())]
+    return grad
+
+
+def with_zeros(grad: Tensor, multiple: int) -> Tensor | None:
+    """[M, V up to a multiple of 8 or 16], zeros behind V: the memory of the last gradient that
+    `cross_entropy_backward` has made, if `grad` [M, V] lies there."""
+    width = -(-grad.shape[1] // multiple) * multiple
+    if not _last or grad.stride(1) != 1 or grad.stride(0) < width:
+        return None
+    # (While it is referred to, however weakly, no other storage has its address.)
+    if _last[0].cdata != grad.untyped_storage()._cdata or _last[0].expired():
+        return None
+    return grad.as_strided((grad.shape[0], width), (grad.stride(0), 1))
+
+
+# Of the storage of the gradient that was made last, for who comes next in backward.
+_last: list[Any] = []
+
+
+def _backward(logits: Tensor, labels: Tensor, lse: Tensor, by_loss: Tensor, ignored: int) -> Tensor:
     width = width_of(logits)
     if logits.is_cuda and logits.numel() and (found := kernels()) is not None:
         return found.cross_entropy_backward(  # type: ignore[no-any-return]
