@@ -2,6 +2,10 @@
 
 One program a tile, over all weights: a table says which tile of which weight it is. With a launch a
 weight, a step of a small model would spend more time on launching these casts than on running them.
+
+Where a scale may not fit any more (`fits`), it is tried: casting with it shows the amax, and a
+second launch casts again, scaled by that, what it did not fit. As a rule that is nothing, and the
+amax has not cost a read of all weights.
 """
 
 from collections.abc import Sequence
@@ -13,7 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8patch import numerics
-from fp8patch.ops.triton.cast_tile import CONSTANTS, bits_of, live_scale, load_row, quantize_tile
+from fp8patch.ops.triton.cast_tile import (
+    CONSTANTS,
+    bits_of,
+    live_scale,
+    load_row,
+    quantize_tile,
+    raise_amax,
+)
 from fp8patch.ops.triton.launch import Launcher
 from fp8patch.ops.triton.packed import packs
 from fp8patch.ops.triton.packed_tile import REGISTERS, packed_rows, quantize_packed
@@ -25,6 +36,8 @@ TILE, TILE_PACKED = (32, 64, 2), (64, 64, 2)
 _AMAX_TILE = (32, 256, 8)
 # Columns of the table of addresses, int64.
 _COLUMNS = 9
+# What a tried scale shows of a weight, int64: a slot's four counts, and the bits of the amax.
+_SEEN = tl.constexpr(5)
 # Which one casts: that of the slot, that of the weight's own amax, the slot's unless it clips most.
 Scales = Literal["slot", "live", "fits"]
 _POINTERS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -67,16 +80,8 @@ def _amax_kernel(
 
 
 @triton.jit
-def _scale_that_fits(scale, bits, limit, FLOOR: tl.constexpr):
-    """`scale`, or the live one where the weight has outgrown it by far."""
-    amax = tl.load(bits).to(tl.float32, bitcast=True)
-    fits = (scale > 0.0) & (amax * scale <= 2.0 * limit)
-    return tl.where(fits, scale, live_scale(bits, limit, FLOOR))
-
-
-@triton.jit
 def _cast_kernel(
-    tiles, table, bits, limit, TYPE: tl.constexpr, COLUMNS: tl.constexpr,
+    tiles, table, bits, seen, limit, TYPE: tl.constexpr, COLUMNS: tl.constexpr,
     LARGEST: tl.constexpr, CLIPS: tl.constexpr, FLUSHES_TO: tl.constexpr, FLOOR: tl.constexpr,
     SCALES: tl.constexpr, OBSERVE: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr,
     PTX: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
@@ -101,7 +106,9 @@ def _cast_kernel(
     else:
         used = tl.load(scale)
     if SCALES == "fits":
-        used = _scale_that_fits(used, bits + index, limit, FLOOR)
+        # What is seen counts if the scale turns out to fit.
+        counts = seen + index * _SEEN
+        amax = (counts + _SEEN - 1).to(tl.pointer_type(tl.float32), bitcast=True)
     if PACKED:
         p0, p1, p2, p3 = packed_rows(x, x, 1.0, w, k, rows, cols, cols, 1, EVEN, "", PTX)
         quantize_packed(
@@ -115,8 +122,50 @@ def _cast_kernel(
         )  # fmt: skip
     if (down == 0) & (across == 0):
         tl.store(scale_inv, tl.div_rn(1.0, used))
-        if OBSERVE:
+        if OBSERVE and SCALES != "fits":
             tl.atomic_add(counts + 3, rows.to(tl.int64) * cols, sem="relaxed")
+
+
+@triton.jit
+def _settle_kernel(
+    strips, table, seen, limit, TYPE: tl.constexpr, COLUMNS: tl.constexpr,
+    LARGEST: tl.constexpr, CLIPS: tl.constexpr, FLUSHES_TO: tl.constexpr, FLOOR: tl.constexpr,
+    OBSERVE: tl.constexpr, PTX: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """After a cast with scales that were tried: a program to a strip of rows."""
+    pid = tl.program_id(0)
+    index, down = tl.load(strips + pid * 3), tl.load(strips + pid * 3 + 1)
+    tried = seen + index * _SEEN
+    bits = (tried + _SEEN - 1).to(tl.pointer_type(tl.int32), bitcast=True)
+    top_bits = tl.load(bits)
+    scale = tl.load(_field(table, index, 4, COLUMNS).to(tl.pointer_type(tl.float32)))
+    amax = _field(table, index, 5, COLUMNS).to(tl.pointer_type(tl.float32))
+    counts = _field(table, index, 6, COLUMNS).to(tl.pointer_type(tl.int64))
+    rows = tl.multiple_of(_field(table, index, 7, COLUMNS).to(tl.int32), 16)
+    cols = tl.multiple_of(_field(table, index, 8, COLUMNS).to(tl.int32), 16)
+    fits = (scale > 0.0) & (top_bits.to(tl.float32, bitcast=True) * scale <= 2.0 * limit)
+    if OBSERVE and down == 0:
+        tl.atomic_add(counts + 3, rows.to(tl.int64) * cols, sem="relaxed")
+        if fits:
+            raise_amax(amax, top_bits)
+            for column in tl.static_range(3):
+                tl.atomic_add(counts + column, tl.load(tried + column), sem="relaxed")
+    if fits == 0:
+        x = tl.multiple_of(_field(table, index, 0, COLUMNS).to(tl.pointer_type(TYPE)), 16)
+        fp8 = tl.pointer_type(tl.float8e4nv)
+        x_fp8 = tl.multiple_of(_field(table, index, 1, COLUMNS).to(fp8), 16)
+        x_fp8_t = tl.multiple_of(_field(table, index, 2, COLUMNS).to(fp8), 16)
+        used = live_scale(bits, limit, FLOOR)
+        w = down * (BM // 4) + tl.arange(0, BM // 4)
+        for start in range(0, cols, BK):
+            quantize_tile(
+                x, x, 1.0, x_fp8, x_fp8_t, amax, counts, used, w, start + tl.arange(0, BK), rows,
+                cols, cols, rows, cols, 1, LARGEST, CLIPS, FLUSHES_TO, OBSERVE, True, False, "",
+                PTX,
+            )  # fmt: skip
+        if down == 0:
+            scale_inv = _field(table, index, 3, COLUMNS).to(tl.pointer_type(tl.float32))
+            tl.store(scale_inv, tl.div_rn(1.0, used))
 
 
 def _cast_constants(
@@ -146,6 +195,7 @@ def _cast_constants(
 _amax = Launcher(_amax_kernel)
 _cast = Launcher(_cast_kernel)
 _cast_packed = Launcher(_cast_kernel, maxnreg=REGISTERS)
+_settle = Launcher(_settle_kernel)
 
 
 class ManyCasts:
@@ -168,7 +218,9 @@ class ManyCasts:
         self._table = torch.tensor(self._addresses, dtype=torch.int64, device=device)
         self._tiles = _tiles(self._shapes, self._tile, device)
         self._amax_tiles: Tensor | None = None
+        self._strips: Tensor | None = None
         self._bits = torch.zeros(len(jobs), dtype=torch.int32, device=device)
+        self._seen = torch.zeros(len(jobs), _SEEN.value, dtype=torch.int64, device=device)
         # What a backward that still has to run may hold, and must not find changed unnoticed.
         self._written = [t for job in jobs for t in (job.rows, job.rows_t, job.scale_inv)]
 
@@ -208,14 +260,31 @@ class ManyCasts:
 
     def _launch(self, limit: float, scales: Scales, observe: bool) -> None:
         (bm, bk, warps), dtype = self._tile, self._dtype
-        tensors = self._tiles, self._table, self._bits
-        if scales != "slot":
+        tensors = self._tiles, self._table, self._bits, self._seen
+        if scales == "live":
             self._take_amax()
-        flags = observe, self._even, self._packed
+        elif scales == "fits":
+            self._seen.zero_()
+        flags = observe or scales == "fits", self._even, self._packed
         constants = _cast_constants(dtype, self._tiles.is_cuda, scales, flags, bm, bk)
         variant = dtype, scales, flags, self._tile
         cast = _cast_packed if self._packed else _cast
         cast(variant, self._tiles.shape[0], tensors, (limit,), constants, warps)
+        if scales == "fits":
+            self._cast_again_what_did_not_fit(limit, observe)
+
+    def _cast_again_what_did_not_fit(self, limit: float, observe: bool) -> None:
+        bm, bk, warps = TILE
+        if self._strips is None:
+            strips = bm, max(cols for _, cols in self._shapes), warps
+            self._strips = _tiles(self._shapes, strips, self._table.device)
+        constants = _cast_constants(
+            self._dtype, self._tiles.is_cuda, "fits", (observe, False, False), bm, bk
+        )
+        constants = {k: v for k, v in constants.items() if k not in ("SCALES", "EVEN", "PACKED")}
+        tensors = self._strips, self._table, self._seen
+        variant = self._dtype, observe
+        _settle(variant, self._strips.shape[0], tensors, (limit,), constants, warps)
 
     def _take_amax(self) -> None:
         if self._amax_tiles is None:
