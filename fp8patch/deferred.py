@@ -54,12 +54,14 @@ class Deferred(Tensor):
     """BF16 or FP16 as it is stored; `dtype` is FP32 once that was asked for."""
 
     _wide: bool
+    # Once made it is an ordinary tensor for good: it may have been written to since.
+    _kept: Tensor | None
 
     @staticmethod
     def of(stored: Tensor, wide: bool = False) -> "Deferred":
         with torch._C.DisableTorchFunctionSubclass():
             found = stored.as_subclass(Deferred)
-        found._wide = wide
+        found._wide, found._kept = wide, None
         return found
 
     @property
@@ -68,9 +70,16 @@ class Deferred(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
+    @property
+    def current(self) -> Tensor:
+        """As it is stored, unless it has been made: an ordinary tensor with the same values."""
+        return self.stored if self._kept is None else self._kept
+
     def made(self) -> Tensor:
-        """As it would have been, an ordinary tensor."""
-        return self.stored.float() if self._wide else self.stored
+        """As it would have been, an ordinary tensor; the same one each time."""
+        if self._kept is None:
+            self._kept = self.stored.float() if self._wide else self.stored
+        return self._kept
 
     @classmethod
     def __torch_function__(
@@ -82,14 +91,15 @@ class Deferred(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if isinstance(first, Deferred):
+        if isinstance(first, Deferred) and first._kept is None:
             if func is Tensor.float or (func is Tensor.to and _is_to_fp32(args[1:], kwargs)):
                 return cls.of(first.stored, wide=True)
             if func == _DTYPE:
                 return _FP32 if first._wide else first.stored.dtype
             if func in _ASKS:
                 return func(first.stored, *args[1:], **kwargs)
-            if func in _MOVES and not any(isinstance(arg, torch.dtype) for arg in args):
+            given = (*args, *kwargs.values())
+            if func in _MOVES and not any(isinstance(each, torch.dtype) for each in given):
                 return cls.of(func(first.stored, *args[1:], **kwargs), first._wide)
         return func(*_made(list(args)), **_made(dict(kwargs)))
 

@@ -93,7 +93,7 @@ def cross_entropy(
     plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
     plain = plain and type(ignore_index) is int and reduction in ("mean", "sum", "none")
     if plain and _takes(input, target):
-        logits = input.stored if isinstance(input, Deferred) else input
+        logits = input.current if isinstance(input, Deferred) else input
         loss: Tensor = _CrossEntropy.apply(logits, target, ignore_index, reduction)  # type: ignore[no-untyped-call]
         return loss.to(_dtype_of_loss(input))
     given = input.made() if isinstance(input, Deferred) else input
@@ -111,7 +111,7 @@ def _takes(input: Tensor, target: Tensor) -> bool:
     if torch.compiler.is_compiling() or not _in_training():
         return False
     if isinstance(input, Deferred):
-        input = input.stored
+        input = input.current
     if type(input) is not Tensor or type(target) is not Tensor or input.dim() != 2:
         return False
     return (
@@ -152,6 +152,7 @@ class _LossFunction:
 
     def __init__(self, owner: nn.Module) -> None:
         self._owner = weakref.ref(owner)
+        self.placed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stock = self.stock()
@@ -171,7 +172,7 @@ class _LossFunction:
         try:
             return owner.loss_function
         finally:
-            if put is not None:
+            if put is not None and self.placed:  # (Another thread's forward may have ended.)
                 owner.__dict__[_PLACE] = put
 
     # A model that is copied or saved in its forward takes nothing of ours along.
@@ -231,6 +232,7 @@ class FusedLosses(AbstractContextManager[None]):
             # A user's own is kept there (as a submodule, if it is one), and left alone.
             if owner is not None and _PLACE not in owner.__dict__ | owner._modules:
                 owner.__dict__[_PLACE] = stand_in
+                stand_in.placed = True
                 self._set.append((owner, stand_in))
         torch.nn.functional.cross_entropy = cross_entropy
 
@@ -243,6 +245,7 @@ class FusedLosses(AbstractContextManager[None]):
         if torch.nn.functional.cross_entropy is cross_entropy:
             torch.nn.functional.cross_entropy = _stock
         for owner, stand_in in self._set:
+            stand_in.placed = False
             if owner.__dict__.get(_PLACE) is stand_in:
                 del owner.__dict__[_PLACE]
         self._set.clear()

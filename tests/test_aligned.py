@@ -174,6 +174,9 @@ def test_only_the_memory_of_the_last_gradient() -> None:
     assert whole.shape == (4, 32)
     assert not whole[:, 27:].any()
     assert ops.with_zeros(grad.t(), 8) is None
+    # Two heads side by side: what lies behind the first one's is the second one's.
+    for part in (grad[:, :11], grad[:, 11:], grad[2:]):
+        assert ops.with_zeros(part, 8) is None
     assert ops.with_zeros(torch.randn(4, 32)[:, :27], 8) is None
     del grad, whole
     for _ in range(8):

@@ -120,6 +120,24 @@ def test_no_rows_and_no_labels(device: str) -> None:
     assert not ops.cross_entropy_backward(x, labels, lse, nan, IGNORED).any()
 
 
+@pytest.mark.gpu
+def test_any_ignored_label_after_another() -> None:
+    """A compiled kernel serves them all. (1 is a number that Triton likes to make a constant.)"""
+    x = torch.randn(64, 640, device="cuda")
+    for ignored in (1, -100, 0, 16, -1, 1, -(1 << 40)):
+        labels = torch.randint(0, 640, (64,), device="cuda")
+        labels[::4] = ignored
+        losses, lse, sums = ops.cross_entropy(x, labels, ignored)
+        given = x.clone().requires_grad_()
+        expected = F.cross_entropy(given, labels, ignore_index=ignored, reduction="none")
+        torch.testing.assert_close(losses, expected.detach())
+        assert sums[1:].tolist() == [int((labels != ignored).sum()), 1.0]
+        expected.sum().backward()
+        found = ops.cross_entropy_backward(x, labels, lse, torch.ones((), device="cuda"), ignored)
+        torch.testing.assert_close(found, given.grad)
+        assert losses._base is None
+
+
 _INTERPRETED = """
 import torch
 from test_cross_entropy import BARS, IGNORED, SHAPES, build, exact

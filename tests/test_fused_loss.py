@@ -188,6 +188,16 @@ def test_logits_that_are_edited_before_backward() -> None:
         step(edited, "fused", autocast=False)
 
 
+def test_losses_that_are_edited_in_place() -> None:
+    def masked(x: Tensor, y: Tensor) -> Tensor:
+        losses = F.cross_entropy(x.float(), y, reduction="none")
+        losses[2] = 0
+        return losses.mul_(3)
+
+    for a, b in zip(step(masked, "fused")[1], step(masked, "stock")[1], strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_second_derivatives() -> None:
     results = []
     for recipe in ("fused", "stock"):
@@ -373,6 +383,7 @@ def test_a_deferred_tensor_is_what_it_stands_for() -> None:
         lambda x: x[..., :-1, :].contiguous().view(-1, 8),
         lambda x: x.reshape(6, 8).argmax(-1),
         lambda x: x.view(torch.int32).shape,
+        lambda x: x.view(dtype=torch.int32).shape,
         lambda x: x.log_softmax(-1),
         lambda x: (x.dtype, x.shape, x.device, x.ndim, x.requires_grad, x.size(-1), len(x)),
         lambda x: x.to(torch.float32).dtype,
@@ -396,6 +407,12 @@ def test_a_deferred_tensor_is_what_it_stands_for() -> None:
             assert torch.equal(found, expected) or found.numel() == 0
         else:
             assert found == expected
+    assert wide.view(dtype=torch.int32).dtype == torch.int32
+    for edited in (wide, stored.float()):
+        edited[0] = 7
+        edited.div_(2)
+    assert torch.equal(wide + 0, edited)
+    assert torch.equal(wide.view(-1, 8) + 0, edited.view(-1, 8))
     narrow = Deferred.of(stored)
     assert narrow.dtype == torch.bfloat16
     assert torch.equal(narrow.made(), stored)

@@ -77,7 +77,7 @@ def cross_entropy_backward(
         its rows, so that a GEMM can read it as if it were (`with_zeros`).
     """
     grad = _backward(logits, labels, lse, by_loss, ignored)
-    _last[:] = [StorageWeakRef(grad.untyped_storage())]
+    _last[:] = [StorageWeakRef(grad.untyped_storage()), _place(grad)]
     return grad
 
 
@@ -85,7 +85,7 @@ def with_zeros(grad: Tensor, multiple: int) -> Tensor | None:
     """[M, V up to a multiple of 8 or 16], zeros behind V: the memory of the last gradient that
     `cross_entropy_backward` has made, if `grad` [M, V] lies there."""
     width = -(-grad.shape[1] // multiple) * multiple
-    if not _last or grad.stride(1) != 1 or grad.stride(0) < width:
+    if not _last or grad.stride(0) < width or _last[1] != _place(grad):
         return None
     # (While it is referred to, however weakly, no other storage has its address.)
     if _last[0].cdata != grad.untyped_storage()._cdata or _last[0].expired():
@@ -93,7 +93,12 @@ def with_zeros(grad: Tensor, multiple: int) -> Tensor | None:
     return grad.as_strided((grad.shape[0], width), (grad.stride(0), 1))
 
 
-# Of the storage of the gradient that was made last, for who comes next in backward.
+def _place(grad: Tensor) -> tuple[Any, ...]:
+    # (A part of the gradient, as of two heads side by side, has its neighbours behind it.)
+    return grad.shape, grad.stride(), grad.storage_offset()
+
+
+# Of the storage of the gradient that was made last, for who comes next in backward; and its place.
 _last: list[Any] = []
 
 

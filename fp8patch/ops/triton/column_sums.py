@@ -7,8 +7,9 @@ writes one row of partial sums; a second kernel adds those up. Atomics would nee
 but add in another order, to other last digits, every time.
 
 This is how FP32 and FP16 values are cast, and those that a form is computed of; for BF16 ones
-packed.py has what is faster, and only the second kernel is the one here. That one is launched while
-the first still runs, and waits there: on a GPU that can, a launch alone would take 1.5 us.
+packed.py has what is faster, and only the second kernel is the same (add_rows.py). That one is
+launched before the first has ended, and waits there, on a GPU that can: a launch alone would take
+1.5 us. (The first gives way to it early only where it is one of packed.py.)
 
 A program loads the next tile before it casts this one, so that memory always has work from it:
 few programs fit on the GPU at once, and they stay for long.

@@ -23,7 +23,8 @@ _SUMMED = 4096
 _TOGETHER = tl.constexpr(8)
 
 
-@triton.jit
+# `ignored` is no size: any number, below zero as a rule.
+@triton.jit(do_not_specialize=["ignored"])
 def _forward_kernel(
     logits, labels, losses, lse,
     classes, stride, ignored,
@@ -58,7 +59,7 @@ def _forward_kernel(
     tl.store(lse + row, found)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ignored"])
 def _sum_kernel(losses, labels, sums, rows, classes, ignored, BLOCK: tl.constexpr):
     # One program: always the same order.
     total = tl.zeros((BLOCK,), tl.float32)
@@ -76,7 +77,7 @@ def _sum_kernel(losses, labels, sums, rows, classes, ignored, BLOCK: tl.constexp
     tl.store(sums + 2, tl.where(tl.sum(wrong) > 0.0, 0.0, 1.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ignored"])
 def _backward_kernel(
     logits, labels, lse, by_loss, grad,
     classes, stride, ignored, width, across,
@@ -109,15 +110,19 @@ def cross_entropy(
     """`ops.cross_entropy` on the GPU; at least one element."""
     rows, classes = logits.shape
     stride, device = logits.stride(0), logits.device
-    losses, lse = empty_matrix(2, rows, torch.float32, device).unbind()
+    # (Not two rows of one tensor: a view can't be edited in place, and losses may be.)
+    losses, lse = (
+        torch.empty_strided((rows,), (1,), dtype=torch.float32, device=device) for _ in range(2)
+    )
     sums = torch.empty_strided((3,), (1,), dtype=torch.float32, device=device)
     block, warps = tile
     sizes = classes, stride, ignored
     starts = tuple(tensor.data_ptr() % 16 for tensor in (logits, labels, lse))
-    variant: tuple[Any, ...] = (logits.dtype, starts, tile, *map(size_class, sizes))
+    far = abs(ignored) >> 31
+    variant: tuple[Any, ...] = (logits.dtype, starts, tile, far, *map(size_class, sizes[:2]))
     _forward(variant, rows, (logits, labels, losses, lse), sizes, {"BLOCK": block}, warps)
     numbers = rows, classes, ignored
-    variant = starts[1], *map(size_class, numbers)
+    variant = starts[1], far, *map(size_class, numbers[:2])
     _sum(variant, 1, (losses, labels, sums), numbers, {"BLOCK": _SUMMED}, 8)
     return losses, lse, sums
 
@@ -140,7 +145,8 @@ def cross_entropy_backward(
     sizes = classes, logits.stride(0), ignored, width, across
     tensors = logits, labels, lse, by_loss, grad
     starts = tuple(tensor.data_ptr() % 16 for tensor in tensors)
-    variant = (logits.dtype, starts, each, tile, *map(size_class, sizes))
+    positive = classes, logits.stride(0), width, across
+    variant = (logits.dtype, starts, each, tile, abs(ignored) >> 31, *map(size_class, positive))
     constants = {"EACH": each, "BLOCK": block}
     _backward(variant, rows * across, tensors, sizes, constants, warps)
     return grad[:, :classes] if width != classes else grad

@@ -4,8 +4,8 @@ A tile of x is read once; its FP8 values go out twice, as they are and transpose
 counts go to the slot by atomics (cast_tile.py). With a scale from the tensor itself (`live`) a
 first kernel finds amax, and the second derives the scale from it on the device: no sync.
 
-With column sums the kernel of column_sums.py takes the place of the one here, and for BF16 values
-those of packed.py take the place of both.
+With column sums the kernel of column_sums.py takes the place of the one here, and for most casts of
+BF16 values (`packs`) those of packed.py take the place of both.
 """
 
 from typing import Any
