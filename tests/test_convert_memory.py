@@ -64,20 +64,20 @@ def peaks(*sources: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_half_a_gigabyte_takes_a_piece_more_than_nothing(tmp_path: Path) -> None:
+def test_a_gigabyte_takes_a_piece_more_than_nothing(tmp_path: Path) -> None:
     small, large = write(tmp_path / "small"), tmp_path / "large"
     write_large(
         large,
         shards=2,
         hidden_size=2048,
-        intermediate_size=8192,
+        intermediate_size=16384,
         num_hidden_layers=2,
         num_attention_heads=16,
         vocab_size=96,
     )
     before, after = peaks(small, large)
-    # A shard is 270 MB, the largest weight 67; a piece is 17.
-    assert after - before < 60e6, (before, after)
+    # A shard is 470 MB, the largest weight 134; a piece is 17, and one more or less is chance.
+    assert after - before < 100e6, (before, after)
 
 
 @pytest.mark.slow

@@ -63,15 +63,16 @@ def test_a_file_takes_some_pieces_more_than_nothing(tmp_path: Path) -> None:
     size = write_sparse(
         tmp_path / "large",
         hidden_size=2048,
-        intermediate_size=8192,
+        intermediate_size=24576,
         num_hidden_layers=2,
         num_attention_heads=16,
         vocab_size=96,
     )
     before, after = peaks("compressed-tensors", write_llama(tmp_path / "small"), tmp_path / "large")
-    # The file has 270 MB, its largest weight 34, a piece 17.
-    assert size > 260e6
-    assert after - before < 60e6, (before, after)
+    # The file has 670 MB, its largest weight 101 (50 in FP8), a piece 17: one more or less of those,
+    # which is chance, stays under the bound, and a whole weight does not.
+    assert size > 660e6
+    assert after - before < 100e6, (before, after)
 
 
 @pytest.mark.slow
