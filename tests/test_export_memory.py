@@ -69,8 +69,8 @@ def test_a_file_takes_some_pieces_more_than_nothing(tmp_path: Path) -> None:
         vocab_size=96,
     )
     before, after = peaks("compressed-tensors", write_llama(tmp_path / "small"), tmp_path / "large")
-    # The file has 670 MB, its largest weight 101 (50 in FP8), a piece 17: one more or less of those,
-    # which is chance, stays under the bound, and a whole weight does not.
+    # The file has 670 MB, its largest weight 101 (50 in FP8), a piece 17: one more of those, which
+    # is chance, stays under the bound, and a whole weight does not.
     assert size > 660e6
     assert after - before < 100e6, (before, after)
 

@@ -66,7 +66,7 @@ class Session:
         """The first steps: observation, compilation, graph capture."""
         for _ in range(steps):
             self.step()
-        self._wait()
+        self.wait()
 
     def times(self, steps: int, settle: int) -> list[float]:
         """Time from the end of one step to the end of the next, `steps` of them.
@@ -83,7 +83,7 @@ class Session:
         for mark in marks[1:]:
             self.step()
             mark.record()
-        self._wait()
+        self.wait()
         return [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
 
     def _timed_on_cpu(self) -> float:
@@ -100,9 +100,9 @@ class Session:
             return None
         taken = []
         for _ in range(_CPU_REPEATS):
-            self._wait()
+            self.wait()
             taken.append(self._timed_on_cpu())
-        self._wait()
+        self.wait()
         return sorted(taken)[len(taken) // 2]
 
     def kernels(self) -> tuple[float | None, list[dict[str, Any]]]:
@@ -111,10 +111,10 @@ class Session:
             return None, []
         from torch.profiler import ProfilerActivity, profile
 
-        self._wait()
+        self.wait()
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             self.step()
-            self._wait()
+            self.wait()
         taken: Counter[str] = Counter()
         calls: Counter[str] = Counter()
         for event in profiler.events():
@@ -150,7 +150,8 @@ class Session:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Until the GPU has done all it was given."""
         if self._cuda:
             torch.cuda.synchronize()
 

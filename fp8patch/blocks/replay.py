@@ -8,8 +8,8 @@ A call that is met for the first time runs without graphs, forward and backward,
 what it launches. After that it is recorded, by the rules of memory.py.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 from torch import Tensor
@@ -21,25 +21,35 @@ from fp8patch.structures import tensors_in
 
 __all__ = ["Replayed", "arguments_of"]
 
-# Ids of the tensors that the running call of a block was given; None where no graphs may run.
-_given: set[int] | None = None
+# What the running call of a block was given; None where no graphs may run.
+_given: Any = None
 
 # Calls that may be met: blocks of a structure by shapes. With more, what they read must lie
 # elsewhere in every step (what another library gathers or swaps in).
 _MOST_CALLS = 4096
 
 
-@contextmanager
-def arguments_of(structure: Any) -> Iterator[None]:
+class arguments_of:
     """Inside, a compiled block is called with the tensors in `structure`, and may replay graphs;
-    None: it may not."""
-    global _given
-    given = None if structure is None else {id(tensor) for tensor in tensors_in(structure)}
-    before, _given = _given, given
-    try:
-        yield
-    finally:
-        _given = before
+    None: it may not. (A class, and no generator: it is entered for every block.)"""
+
+    __slots__ = ("_before", "_structure")
+
+    def __init__(self, structure: Any) -> None:
+        self._structure = structure
+
+    def __enter__(self) -> None:
+        global _given
+        self._before, _given = _given, self._structure
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        global _given
+        _given = self._before
 
 
 class Replayed:
@@ -64,7 +74,8 @@ class Replayed:
         if _given is None or self._impossible:
             return self._compiled(*inputs)
         if self._moving is None:
-            self._moving = [i for i, t in enumerate(inputs) if _is_moving(t)]
+            given = {id(tensor) for tensor in tensors_in(_given)}
+            self._moving = [i for i, t in enumerate(inputs) if id(t) in given]
         step = memory.step()
         met, key = _keys(inputs, self._moving)
         # A block that is called twice in a step (two inputs, one encoder) has memory for each call.
@@ -145,10 +156,6 @@ class Replayed:
         if not step.recording:
             step.session.missed = step.diverged = True
         return step.recording
-
-
-def _is_moving(value: Any) -> bool:
-    return isinstance(value, Tensor) and _given is not None and id(value) in _given
 
 
 def _keys(inputs: tuple[Any, ...], moving: list[int]) -> tuple[Any, Any]:
