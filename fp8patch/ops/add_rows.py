@@ -4,22 +4,15 @@ Programs of a kernel leave a row of partial sums each, a few hundred in all. PyT
 15 us for 768 such rows of 1024, which are read in two.
 """
 
-from functools import cache
 from typing import Any
 
 from torch import Tensor
 
-from fp8patch import messages
+from fp8patch.ops.kernels import load
 
 
-@cache
 def _kernels() -> Any:
-    try:
-        from fp8patch.ops.triton import add_rows
-    except ImportError as error:
-        messages.note(f"no Triton here ({error}), so sums run as plain PyTorch.")
-        return None
-    return add_rows
+    return load("add_rows", "sums run as plain PyTorch")
 
 
 def add_rows(partial: Tensor) -> Tensor:

@@ -10,27 +10,20 @@ writes their gradient. Arithmetic is FP32; a gradient is rounded once, when it i
 """
 
 import math
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fp8patch import messages
+from fp8patch.ops.kernels import load
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@cache
 def kernels() -> Any:
     """The Triton kernels, or None where there is no Triton."""
-    try:
-        from fp8patch.ops.triton import cross_entropy
-    except ImportError as error:
-        messages.note(f"no Triton here ({error}), so losses run as plain PyTorch.")
-        return None
-    return cross_entropy
+    return load("cross_entropy", "losses run as plain PyTorch")
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor, Tensor]:

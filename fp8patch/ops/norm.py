@@ -13,13 +13,12 @@ has no time for that. A compiler traces the operators, which are the same functi
 """
 
 import math
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8patch import messages
+from fp8patch.ops.kernels import load
 
 # The kernels hold whole rows in registers; beyond this they are right too, and spill most of a row.
 MAX_COLUMNS = 16384
@@ -37,15 +36,9 @@ def register(schema: str, function: Any, fake: Any) -> None:
     torch.library.register_fake(f"fp8patch::{name}", fake, lib=_library)
 
 
-@cache
 def kernels() -> Any:
     """The Triton kernels, or None where there is no Triton (the stock norm is faster then)."""
-    try:
-        from fp8patch.ops.triton import norm
-    except ImportError as error:
-        messages.note(f"no Triton here ({error}), so norms run as plain PyTorch.")
-        return None
-    return norm
+    return load("norm", "norms run as plain PyTorch")
 
 
 def norm(

@@ -19,13 +19,13 @@ it is what the wgrad GEMM contracts over: any M works, and zeros change neither 
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8patch import messages, numerics
+from fp8patch import numerics
+from fp8patch.ops.kernels import load
 
 # What the operators that compute something before they cast take last, as `quantize` does.
 FLAGS = ("observe", "transpose", "column_sums")
@@ -102,17 +102,9 @@ def _record(amax: Tensor, counts: Tensor, live: Tensor, seen: Tensor) -> None:
         counts.add_(seen)
 
 
-@cache
 def kernels() -> Any:
     """The Triton kernels, or None where there is no Triton (the plain form is slow on a GPU)."""
-    try:
-        from fp8patch.ops.triton import quantize as found
-    except ImportError as error:
-        messages.note(
-            f"no Triton here ({error}), so casts to FP8 run as plain PyTorch: right, but slow."
-        )
-        return None
-    return found
+    return load("quantize", "casts to FP8 run as plain PyTorch: right, but slow")
 
 
 def quantize_now(

@@ -9,12 +9,12 @@ cast. Arguments and outputs are those of `quantize` for `torch.cat(parts, 1)`, t
 without mutation as well, for the reasons given there.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fp8patch.ops.kernels import load
 from fp8patch.ops.norm import register
 from fp8patch.ops.quantize import FLAGS, as_traced, dtype_of, is_cold, quantize_now
 
@@ -22,15 +22,11 @@ from fp8patch.ops.quantize import FLAGS, as_traced, dtype_of, is_cold, quantize_
 COLUMNS = 64
 
 
-@cache
 def _kernels() -> Any:
     """The Triton kernels, or None where there is no Triton (`quantize_now` says so)."""
-    try:
-        from fp8patch.ops.triton import parts
-    except ImportError:
-        return None
-    assert parts.COLUMNS == COLUMNS
-    return parts
+    found = load("parts")
+    assert found is None or found.COLUMNS == COLUMNS
+    return found
 
 
 def _now(parts: list[Tensor], *terms: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
