@@ -1,5 +1,6 @@
 """The cast operators equal the oracle bit for bit: values, padding, transpose, what they record."""
 
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from shapes import DTYPES, TENSORS, TensorCase, params
 from torch import Tensor
 
 from fp8patch import numerics
+from fp8patch.ops import kernels
 from fp8patch.ops import quantize as ops
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -281,3 +283,19 @@ def test_fake_outputs_are_like_real_ones(dtype: torch.dtype) -> None:
                 ]
             for a, b in zip(real, fake, strict=True):
                 assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()), case.name
+
+
+def test_without_triton(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "fp8patch.ops.triton.quantize", None)
+    kernels.load.cache_clear()
+    try:
+        found = [kernels.load("quantize", "casts are slow") for _ in range(2)]
+        silent = kernels.load("quantize")
+    finally:
+        kernels.load.cache_clear()
+    assert (found, silent) == ([None, None], None)
+    said = capsys.readouterr().err
+    assert said.count("no Triton here") == 1
+    assert said.endswith("so casts are slow.\n")
