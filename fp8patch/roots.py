@@ -71,7 +71,7 @@ def enter_root(root: Any, args: Any) -> None:
                 "script with `fp8patch train`.",
             )
         return
-    bank.attach_root(root)
+    bank.owners.attach(root)
     if region.reopened or state.roots:
         training = True if region.training is None else region.training
     else:

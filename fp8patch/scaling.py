@@ -18,6 +18,7 @@ from fp8patch import messages
 from fp8patch.late import LateCasts
 from fp8patch.observation import Observation
 from fp8patch.optimizer_hook import tell_of_steps
+from fp8patch.owners import Owners
 from fp8patch.recipe import Recipe
 from fp8patch.slots import GRAD_OUTPUT, INPUT, NEVER_SET, ROLES, WEIGHT, Rows, Slots, SlotState
 from fp8patch.steps import StepClock
@@ -63,9 +64,7 @@ class Bank:
         self._saved: dict[tuple[str, int], SlotState] = {}
         # Counts how often modules were given slots.
         self.layout = 0
-        self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._met_optimizer = False
+        self.owners = Owners()
         self.observation: Observation | None = None
         # Of modules/weight_batch.py: casts of many weights at once, by what they have in common.
         self.casts: dict[Any, Any] = {}
@@ -106,11 +105,6 @@ class Bank:
     def _make_slots(self, device: torch.device) -> Slots:
         layers = {i: self.layers[path] for i, path in enumerate(self.paths) if path in self.layers}
         return Slots(3 * len(self.paths), self.recipe, device, layers)
-
-    def attach_root(self, root: nn.Module) -> None:
-        """`root` is (a part of) the model: its parameters tell which optimizer is ours."""
-        if root not in self._parts:
-            self._parts.add(root)
 
     def bind(self, module: Any) -> None:
         """Give `module` the views of its slots, on the device of its weight."""
@@ -291,26 +285,13 @@ class Bank:
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer, owned: set[int]) -> None:
         """`optimizer`, which holds the parameters with the ids `owned`, has stepped."""
-        ours, owner = False, weakref.ref(optimizer)
-        for module in self.members():
-            # (nn.Module's own search for an attribute takes longer than all of this.)
-            weight = module._parameters.get("weight")
-            if weight is None:
-                weight = module.weight
-            if id(weight) in owned:
-                module._fp8_weight_state.took_step(weight, owner)
-                ours = True
-        if not ours:
-            ours = any(id(p) in owned for part in list(self._parts) for p in part.parameters())
-        if ours:
-            self._optimizers.add(optimizer)
-            self._met_optimizer = True
+        if self.owners.stepped(optimizer, owned, self.members()):
             self.clock.saw_step()
 
     @property
     def due(self) -> bool:
         """Has a step passed since the last update?"""
-        self.clock.orphaned = self._met_optimizer and not self._optimizers
+        self.clock.orphaned = self.owners.gone
         return self.clock.due
 
     def enter(self, entry: int, training: bool, group: Any = None) -> None:

@@ -40,6 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "slots.py",
         "observation.py",
         "optimizer_hook.py",
+        "owners.py",
         "late.py",
         "scaling.py",
         "input_cache.py",
