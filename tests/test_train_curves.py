@@ -100,7 +100,7 @@ def test_curves(train_curves: Any, tmp_path: Path, capsys: pytest.CaptureFixture
     assert [len(run["losses"]) for run in found["runs"]] == [3] * 4
     assert {run["report"]["execution"] for run in found["runs"]} == {"bf16", "emulate"}
     assert code == (0 if found["verdicts"][0]["ok"] else 1)
-    assert "FP8 - BF16, same seed" in out
+    assert "fp8 - bf16, same seed" in out
     train_curves.main([*words, "--out", str(tmp_path)])
     assert "0 of 4 runs to do" in capsys.readouterr().out
 
