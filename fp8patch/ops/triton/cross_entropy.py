@@ -99,6 +99,11 @@ def _backward_kernel(
     tl.store(target, values.to(grad.dtype.element_ty), mask=k < width)
 
 
+def is_far(number: int) -> bool:
+    """Is it passed to a kernel in 64 bits? (One of them is a kernel of its own.)"""
+    return not -(2**31) <= number < 2**31
+
+
 _forward = Launcher(_forward_kernel)
 _sum = Launcher(_sum_kernel)
 _backward = Launcher(_backward_kernel)
@@ -118,7 +123,7 @@ def cross_entropy(
     block, warps = tile
     sizes = classes, stride, ignored
     starts = tuple(tensor.data_ptr() % 16 for tensor in (logits, labels, lse))
-    far = abs(ignored) >> 31
+    far = is_far(ignored)
     variant: tuple[Any, ...] = (logits.dtype, starts, tile, far, *map(size_class, sizes[:2]))
     _forward(variant, rows, (logits, labels, losses, lse), sizes, {"BLOCK": block}, warps)
     numbers = rows, classes, ignored
@@ -146,7 +151,7 @@ def cross_entropy_backward(
     tensors = logits, labels, lse, by_loss, grad
     starts = tuple(tensor.data_ptr() % 16 for tensor in tensors)
     positive = classes, logits.stride(0), width, across
-    variant = (logits.dtype, starts, each, tile, abs(ignored) >> 31, *map(size_class, positive))
+    variant = (logits.dtype, starts, each, tile, is_far(ignored), *map(size_class, positive))
     constants = {"EACH": each, "BLOCK": block}
     _backward(variant, rows * across, tensors, sizes, constants, warps)
     return grad[:, :classes] if width != classes else grad
