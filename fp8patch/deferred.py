@@ -78,7 +78,10 @@ class Deferred(Tensor):
     def made(self) -> Tensor:
         """As it would have been, an ordinary tensor; the same one each time."""
         if self._kept is None:
-            self._kept = self.stored.float() if self._wide else self.stored
+            # With a gradient, as it was asked for: who reads it first may want none, of a metric,
+            # and who comes next may.
+            with torch.inference_mode(False), torch.enable_grad():
+                self._kept = self.stored.float() if self._wide else self.stored
         return self._kept
 
     @classmethod
@@ -93,7 +96,9 @@ class Deferred(Tensor):
         first = args[0] if args else None
         if isinstance(first, Deferred) and first._kept is None:
             if func is Tensor.float or (func is Tensor.to and _is_to_fp32(args[1:], kwargs)):
-                return cls.of(first.stored, wide=True)
+                # (Without gradients it is a tensor that has none, wherever it is read.)
+                graded = first._wide or torch.is_grad_enabled()
+                return cls.of(first.stored, wide=True) if graded else first.stored.float()
             if func == _DTYPE:
                 return _FP32 if first._wide else first.stored.dtype
             if func in _ASKS:

@@ -426,6 +426,25 @@ def test_the_gradient_passes_a_deferred_tensor() -> None:
     assert torch.equal(leaf.grad, torch.full_like(leaf, 6))
 
 
+@pytest.mark.parametrize("quiet", [torch.no_grad, torch.inference_mode])
+def test_gradients_off_and_on_again(quiet: Any) -> None:
+    def found(narrow: Callable[[Tensor], Tensor]) -> list[Any]:
+        leaf = torch.ones(4, 8).bfloat16().requires_grad_()
+        asked = narrow(leaf * 2)
+        wide = asked.float()
+        with quiet():
+            accuracy = wide.argmax(-1)  # The first who wants its numbers.
+            constant = asked.float() if quiet is torch.no_grad else wide.detach()
+        ((wide * constant).sum() + accuracy.sum()).backward()
+        return [leaf.grad, constant.requires_grad]
+
+    expected = found(lambda x: x)
+    assert torch.equal(expected[0], torch.full((4, 8), 4).bfloat16())
+    deferred = found(Deferred.of)
+    assert torch.equal(deferred[0], expected[0])
+    assert deferred[1] is expected[1] is False
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_model_that_is_compiled(whole: bool, seen: list[torch.dtype]) -> None:
     model: Any = transformer("llama")
