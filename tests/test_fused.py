@@ -88,10 +88,13 @@ for observe in (True, False):
         used = torch.tensor(scale) if fits else numerics.scale_from_amax(amax, largest)
         assert torch.equal(scale_inv, used.reciprocal()), (top, scale)
         assert torch.equal(rows_t.view(torch.uint8), rows.view(torch.uint8).t())
-        want = numerics.quantize(job.weight, used, numerics.E4M3).float()
+        want = numerics.quantize(job.weight, used, numerics.E4M3)
+        # (Of two runs one was observed.)
+        assert torch.equal(job.counts, numerics.counts(job.weight, used, want)), (top, scale)
+        assert torch.equal(job.amax.nan_to_num(-1.0), amax.nan_to_num(-1.0)), (top, scale)
+        want = want.float()
         near = (rows.float() - want).abs() <= want.abs() / 8 + 2**-9
         assert (near | want.isnan() | (rows.float() * 2 == want)).all()
-        assert job.counts[3] == 48 * 80 and torch.equal(job.amax.isnan(), amax.isnan())
 for first, second in zip(*kept):
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8))
                for a, b in zip(first[:2], second[:2]))
