@@ -75,6 +75,7 @@ jobs, later = [], torch.empty(0)
 for top, scale, _ in cases:
     weight = torch.rand(48, 80) * (top if 0 < top < inf else 1.0) / 2 * (top != 0)
     weight[5, 7] = -top
+    weight[6, :3] = 1e-7 * (top != 0)  # Becomes zero.
     jobs.append(Job(weight, later, later, later, torch.tensor(scale), torch.zeros(()),
                     torch.zeros(4, dtype=torch.int64)))
 casts, kept = ManyCasts(jobs), []
