@@ -108,7 +108,13 @@ class Launch:
         shared = compiled.metadata.shared
         assert shared <= _LARGEST_SHARED[self.arch], f"{self} takes {shared} bytes shared"
         assert spilled <= _LARGEST_SPILL, f"{self} spills {spilled} bytes"
-        pair = _EQUAL_PAIR.search(compiled.asm["ptx"])
+        ptx = compiled.asm["ptx"]
+        if self.options.get("launch_pdl"):
+            # What the kernel before writes is there once it has waited.
+            before = ptx.partition("griddepcontrol.wait")[0]
+            assert before != ptx, f"{self} does not wait"
+            assert not re.search(r"\b(ld|st|atom|red)\.global", before), f"{self} waits too late"
+        pair = _EQUAL_PAIR.search(ptx)
         assert pair is None, f"{self} converts a pair of equal registers: {pair}"
 
     def __str__(self) -> str:
