@@ -172,6 +172,18 @@ grads = [
     kernels.cross_entropy_backward(x, labels, found[1], by_loss, IGNORED, 608),
 ]
 torch.testing.assert_close(*grads, equal_nan=True)
+
+# More elements apart than fit into 32 bits. (What nobody touches takes no memory.)
+rows = torch.randn(3, 600).half()
+far = torch.empty((1 << 31) + 600, dtype=torch.half).as_strided(rows.shape, (1 << 30, 1))
+far.copy_(rows)
+found = [kernels.cross_entropy(x, labels, IGNORED) for x in (far, rows)]
+torch.testing.assert_close(*found, equal_nan=True)
+grads = [
+    kernels.cross_entropy_backward(x, labels, found[0][1], by_loss, IGNORED, 608)
+    for x in (far, rows)
+]
+torch.testing.assert_close(*grads, equal_nan=True)
 print("done")
 """
 
